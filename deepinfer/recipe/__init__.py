@@ -1,0 +1,46 @@
+"""Requests in, prompt and token IDs, stream out.  Usable alone: imports no torch and nothing of the engine.
+
+Way in::
+
+    tokenizer = Tokenizer.from_file("tokenizer.json")        # ValueError when a needed control token is missing
+    prompt = render_chat(messages, tools, thinking=True)      # Chat Completions messages (dicts) -> Prompt
+    prompt.text, prompt.control_ranges                        # str, ((start, end), ...) in code points
+    token_ids = encode_prompt(prompt, tokenizer)              # list[int]; client text can never become a control token
+
+    request = convert_chat_request(body)                      # whole request body (dict, str or bytes) -> ConversationRequest
+    prompt = render(request.conversation, request.model_version)
+    request.inference                                         # InferenceOptions: max_tokens, temperature, top_p, seed, ...
+    request.parsing                                           # ParsingOptions for the way out
+    request.stream                                            # bool
+    # convert_responses_request(body) and convert_messages_request(body) do the same for the other two protocols
+
+Way out::
+
+    detokenizer = Detokenizer(tokenizer)
+    text = detokenizer.push(token_ids)                        # never ends inside a character; BOS, EOS and pad give no text
+    text += detokenizer.finish()                              # what is left at the end of the sequence
+
+    parser = StreamParser(request.parsing)                    # or StreamParser(ParsingOptions(...))
+    for event in parser.push(text):                           # and parser.finish() at the end
+        match event:
+            case ReasoningText(text): ...
+            case AnswerText(text): ...
+            case ToolCallStart(index, id, name): ...
+            case ToolCallArguments(index, text): ...          # JSON text, in pieces
+    parser.stopped                                            # True once a stop string matched: abort the sequence
+    parser.finish_reason("stop")                              # "stop" | "length" | "tool_calls" | "content_filter"
+
+    stream = ChatStream(request, id="chatcmpl-1", model="...", created=0)   # whole Chat Completions chunks
+    stream.start(Usage(prompt_tokens=11, cached_tokens=4))    # each call returns a list of chunk dicts
+    stream.push(text, token_count=1, logprobs=None)
+    stream.finish("stop")
+    stream.response()                                         # the non-streaming body, accumulated from the same events
+
+Stop strings alone (plain completions): ``StopStrings(["END"]).push(text) -> (text to emit, matched string or None)``.
+
+Plain text without control tokens: ``tokenizer.encode_text(text)``, ``tokenizer.decode(token_ids)``.
+Control tokens by role: ``tokenizer.control_id("eos")`` (roles: control_tokens.CONTROL_TOKENS).
+Training dialogues: ``render_chat(messages, ..., add_generation_prompt=False)`` ends after the last closed turn (EOS).
+
+Every refused request is a ValueError (RequestError, with ``param`` naming the field); nothing else is raised for bad input.
+"""
