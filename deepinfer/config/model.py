@@ -1,0 +1,499 @@
+"""Model configuration: the keys of the public config.json and what is derived from them (spec: model, section 1).
+
+`ModelConfig.from_dict` accepts the released `config.json` (nested `text_config`) and the flat `inference/config.json`
+with its own spelling of the same keys. Everything that can be wrong is checked here, at start-up, with an error that
+names the key.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+
+class LayerMode(Enum):
+    """What a layer's attention computes itself and what it borrows from its owners."""
+
+    SWA = "swa"  # sliding window only
+    FULL = "full"  # writes compressed KV and index keys, selects for itself
+    REINDEX = "reindex"  # reads its owner's KV and index keys, selects again with its own index queries
+    REUSE = "reuse"  # reads its owner's KV with its index owner's selection
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The sharing relations of one layer, derived from the config."""
+
+    layer_id: int
+    mode: LayerMode
+    compress_ratio: int  # 0: no compressed KV
+    kv_owner: int  # layer whose compressed KV is read; -1 for SWA
+    index_owner: int  # layer whose selection is used; -1 for SWA
+    writes_candidates: bool  # keeps the candidate blocks of its own scores
+    reads_candidates: bool  # may select only inside the candidate blocks
+    has_engram: bool
+
+    @property
+    def is_kv_source(self) -> bool:
+        return self.mode is LayerMode.FULL
+
+    @property
+    def is_index_source(self) -> bool:
+        return self.mode in (LayerMode.FULL, LayerMode.REINDEX)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """YaRN parameters; applied to every rotation of a layer whose compress ratio is above 0."""
+
+    factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_max_position_embeddings: int = 65536
+    rope_type: str = "yarn"
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The image tower (spec: model, section 9)."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    intermediate_size: int
+    patch_size: int = 14
+    rope_theta: float = 10000.0
+    downsample_ratio: int = 3
+    max_image_tokens: int = 1024
+    min_pixels: int = 295936
+    max_wh_ratio: float | None = None
+
+
+# inference/config.json's spelling -> config.json's spelling
+FLAT_SPELLING = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "moe_inter_dim": "moe_intermediate_size",
+    "n_activated_experts": "num_experts_per_tok",
+    "route_scale": "routed_scaling_factor",
+    "score_func": "scoring_func",
+    "norm_eps": "rms_norm_eps",
+    "window_size": "sliding_window",
+    "rope_head_dim": "qk_rope_head_dim",
+    "kv_source_layers": "kv_source_layer_ids",
+    "index_source_layers": "index_source_layer_ids",
+    "candidate_source_layer": "candidate_source_layer_id",
+    "engram_pad_id": "engram_pad_token_id",
+    "n_mtp_layers": "num_nextn_predict_layers",
+    "dspark_n_activated_experts": "dspark_num_experts_per_tok",
+    "max_seq_len": "max_position_embeddings",
+}
+
+FLAT_VISION_SPELLING = {
+    "vision_n_layers": "num_hidden_layers",
+    "vision_dim": "hidden_size",
+    "vision_n_heads": "num_attention_heads",
+    "vision_inter_dim": "intermediate_size",
+    "vision_patch_size": "patch_size",
+    "vision_rope_theta": "rope_theta",
+    "vision_downsample_ratio": "downsample_ratio",
+    "vision_max_n_token": "max_image_tokens",
+    "vision_min_pixels": "min_pixels",
+    "vision_max_wh_ratio": "max_wh_ratio",
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Text model of DeepSeek-V4.1. Field names are those of the public `text_config`."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    moe_intermediate_size: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    compress_ratios: tuple[int, ...]
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    sliding_window: int = 128
+    candidate_source_layer_id: int = -1
+    candidate_topk_blocks: int = 2048
+    candidate_block_size: int = 8
+    n_shared_experts: int = 1
+    routed_scaling_factor: float = 1.5
+    norm_topk_prob: bool = True
+    scoring_func: str = "sqrtsoftplus"
+    topk_method: str = "noaux_tc"
+    hidden_act: str = "silu"
+    swiglu_limit: float = 10.0
+    rms_norm_eps: float = 1e-20
+    max_position_embeddings: int = 1048576
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    engram_layer_ids: tuple[int, ...] = ()
+    engram_num_embeddings: tuple[int, ...] = ()
+    engram_max_ngram_size: int = 4
+    engram_n_heads: int = 8
+    engram_head_dim: int = 256
+    engram_vocab_size: int = 16000000
+    engram_compressed_vocab_size: int = 0
+    engram_pad_token_id: int = 2
+    num_nextn_predict_layers: int = 0
+    dspark_block_size: int = 5
+    dspark_noise_token_id: int = 0
+    dspark_target_layer_ids: tuple[int, ...] = ()
+    dspark_markov_rank: int = 256
+    dspark_n_routed_experts: int = 128
+    dspark_num_experts_per_tok: int = 3
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    initializer_range: float = 0.02
+    # top level of config.json
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+    pad_token_id: int = 2
+    image_token_id: int = -1
+    weight_block_size: int = 32
+    vision: VisionConfig | None = None
+
+    # ---------------------------------------------------------------- reading
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> ModelConfig:
+        """Build from a parsed config.json (nested) or inference/config.json (flat).
+
+        Raises:
+            ValueError: a key is missing, has a wrong type or contradicts another one; the message names it.
+        """
+        text, vision = _text_and_vision(raw)
+        known = {f.name: f for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for key, value in text.items():
+            name = FLAT_SPELLING.get(key, key)
+            if name in known and name not in ("vision", "rope_scaling", "weight_block_size"):
+                values[name] = tuple(value) if isinstance(value, list) else value
+        values["rope_scaling"] = _rope_scaling(text)
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
+            if key in raw:
+                values[key] = raw[key]
+        block = (raw.get("quantization_config") or {}).get("weight_block_size", [32, 32])
+        if list(block) != [32, 32]:
+            raise ValueError(f"config: quantization_config.weight_block_size is {block}, supported: [32, 32]")
+        if vision is not None:
+            values["vision"] = VisionConfig(**vision)
+        missing = [
+            f.name for f in known.values() if f.name not in values and f.default is MISSING and f.default_factory is MISSING
+        ]
+        if missing:
+            raise ValueError(f"config: key {missing[0]!r} is missing")
+        _check_types(known, values)
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> ModelConfig:
+        """Read `config.json` at `path` (a file or the folder that holds it)."""
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(f"model: no config.json at {path}")
+        try:
+            raw = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"config: {path} is not valid JSON: {error}") from None
+        return cls.from_dict(raw)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The nested form of the public config.json; `from_dict(to_dict())` gives an equal config."""
+        top = {"bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"}
+        text: dict[str, Any] = {"model_type": "deepseek_v41_text", "num_key_value_heads": 1}
+        for f in fields(self):
+            if f.name in top or f.name in ("vision", "weight_block_size"):
+                continue
+            value = getattr(self, f.name)
+            if isinstance(value, RopeScaling):
+                value = vars(value).copy()
+            text[f.name] = list(value) if isinstance(value, tuple) else value
+        raw: dict[str, Any] = {
+            "architectures": ["DeepseekV41ForCausalLM"],
+            "model_type": "deepseek_v41",
+            "dtype": "bfloat16",
+            **{key: getattr(self, key) for key in sorted(top)},
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [self.weight_block_size] * 2,
+                "scale_fmt": "ue8m0",
+                "expert_dtype": "fp4",
+            },
+            "text_config": text,
+        }
+        if self.vision is not None:
+            raw["vision_config"] = {"model_type": "deepseek_v41_vision", **vars(self.vision)}
+        return raw
+
+    # ---------------------------------------------------------------- derived
+
+    @cached_property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """Sharing relations of the backbone layers (validated in __post_init__)."""
+        return tuple(self._plan(layer_id) for layer_id in range(self.num_hidden_layers))
+
+    def _plan(self, layer_id: int) -> LayerPlan:
+        ratio = self.compress_ratios[layer_id]
+        engram = layer_id in self.engram_layer_ids
+        if ratio == 0:
+            return LayerPlan(layer_id, LayerMode.SWA, 0, -1, -1, False, False, engram)
+        kv_owner = max((s for s in self.kv_source_layer_ids if s <= layer_id), default=-1)
+        index_owner = max((s for s in self.index_source_layer_ids if s <= layer_id), default=-1)
+        if kv_owner < 0 or index_owner < 0:
+            raise ValueError(f"config: layer {layer_id} has compress_ratios {ratio} but no kv_source_layer_ids entry at or below it")
+        if self.compress_ratios[kv_owner] != ratio:
+            raise ValueError(
+                f"config: compress_ratios of layer {layer_id} is {ratio}, its kv source {kv_owner} has "
+                f"{self.compress_ratios[kv_owner]}; they must be equal"
+            )
+        if index_owner < kv_owner:
+            raise ValueError(f"config: kv_source_layer_ids entry {kv_owner} is not in index_source_layer_ids")
+        if layer_id in self.kv_source_layer_ids:
+            mode = LayerMode.FULL
+        elif layer_id in self.index_source_layer_ids:
+            mode = LayerMode.REINDEX
+        else:
+            mode = LayerMode.REUSE
+        source = self.candidate_source_layer_id
+        is_index_source = mode is not LayerMode.REUSE
+        return LayerPlan(
+            layer_id,
+            mode,
+            ratio,
+            kv_owner,
+            index_owner,
+            writes_candidates=source >= 0 and layer_id == source,
+            reads_candidates=source >= 0 and is_index_source and layer_id > source,
+            has_engram=engram,
+        )
+
+    @property
+    def num_encoder_layers(self) -> int:
+        """Depth of the producer half of the causal encoder-decoder: the last kv source."""
+        return max(self.kv_source_layer_ids, default=self.num_hidden_layers)
+
+    @property
+    def max_backtracking_tokens(self) -> int:
+        """Ring slots that an unaccepted speculative step may overwrite: drafts + 1."""
+        return self.dspark_block_size + 1 if self.num_nextn_predict_layers else 1
+
+    @property
+    def ring_size(self) -> int:
+        """Slots of a sliding-window ring: window + backtracking."""
+        return self.sliding_window + self.max_backtracking_tokens
+
+    @property
+    def hc_mix_size(self) -> int:
+        """Rows of hc_*_fn: pre, post and the hc x hc combination."""
+        return self.hc_mult * (2 + self.hc_mult)
+
+    # ---------------------------------------------------------------- checks
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size hidden_size num_hidden_layers moe_intermediate_size num_attention_heads head_dim "
+            "qk_rope_head_dim q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok index_n_heads "
+            "index_head_dim index_topk sliding_window hc_mult max_position_embeddings"
+        ).split():
+            _require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+        _require(self.scoring_func == "sqrtsoftplus", "scoring_func", self.scoring_func, "'sqrtsoftplus'")
+        _require(self.topk_method == "noaux_tc", "topk_method", self.topk_method, "'noaux_tc'")
+        _require(self.hidden_act == "silu", "hidden_act", self.hidden_act, "'silu'")
+        _require(self.n_shared_experts == 1, "n_shared_experts", self.n_shared_experts, "1")
+        _require(not self.attention_bias, "attention_bias", self.attention_bias, "false")
+        _require(not self.tie_word_embeddings, "tie_word_embeddings", self.tie_word_embeddings, "false")
+        _require(
+            self.num_experts_per_tok <= self.n_routed_experts,
+            "num_experts_per_tok",
+            self.num_experts_per_tok,
+            f"at most n_routed_experts = {self.n_routed_experts}",
+        )
+        _require(
+            self.num_attention_heads % self.o_groups == 0,
+            "o_groups",
+            self.o_groups,
+            f"a divisor of num_attention_heads = {self.num_attention_heads}",
+        )
+        _require(self.head_dim % 32 == 0, "head_dim", self.head_dim, "a multiple of 32")
+        _require(self.index_head_dim % 32 == 0, "index_head_dim", self.index_head_dim, "a multiple of 32")
+        _require(
+            self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim <= min(self.head_dim, self.index_head_dim),
+            "qk_rope_head_dim",
+            self.qk_rope_head_dim,
+            "even and at most head_dim and index_head_dim",
+        )
+        for name in ("hidden_size", "q_lora_rank", "moe_intermediate_size"):
+            _require(getattr(self, name) % 32 == 0, name, getattr(self, name), "a multiple of 32 (FP8 block)")
+        _require(
+            self.o_groups * self.o_lora_rank % 32 == 0, "o_lora_rank", self.o_lora_rank, "o_groups * o_lora_rank % 32 == 0"
+        )
+        self._check_sharing()
+        self._check_engram()
+        self._check_draft()
+        _ = self.layers  # derive now: a contradiction must stop the start-up, not the first request
+
+    def _check_sharing(self) -> None:
+        expected = self.num_hidden_layers + self.num_nextn_predict_layers
+        _require(
+            len(self.compress_ratios) == expected,
+            "compress_ratios",
+            f"{len(self.compress_ratios)} entries",
+            f"{expected} entries (num_hidden_layers + num_nextn_predict_layers)",
+        )
+        for layer_id, ratio in enumerate(self.compress_ratios):
+            _require(ratio in (0, 1, 2), f"compress_ratios[{layer_id}]", ratio, "0, 1 or 2")
+            if layer_id >= self.num_hidden_layers:
+                _require(ratio == 0, f"compress_ratios[{layer_id}]", ratio, "0 (draft layer)")
+        for name in ("kv_source_layer_ids", "index_source_layer_ids"):
+            ids = getattr(self, name)
+            _require(list(ids) == sorted(set(ids)), name, list(ids), "strictly increasing layer ids")
+            for layer_id in ids:
+                _require(0 <= layer_id < self.num_hidden_layers, name, layer_id, f"0..{self.num_hidden_layers - 1}")
+                _require(self.compress_ratios[layer_id] > 0, name, layer_id, "layers whose compress_ratios entry is above 0")
+        for layer_id in self.kv_source_layer_ids:
+            _require(
+                layer_id in self.index_source_layer_ids, "kv_source_layer_ids", layer_id, "also in index_source_layer_ids"
+            )
+        source = self.candidate_source_layer_id
+        if source >= 0:
+            _require(
+                source in self.index_source_layer_ids,
+                "candidate_source_layer_id",
+                source,
+                f"negative, or one of index_source_layer_ids {list(self.index_source_layer_ids)}",
+            )
+            # Decoder depth is stated by no key: the three places that imply it must agree.
+            _require(
+                source == self.num_encoder_layers,
+                "candidate_source_layer_id",
+                source,
+                f"the last kv_source_layer_ids entry {self.num_encoder_layers}",
+            )
+
+    def _check_engram(self) -> None:
+        _require(
+            len(self.engram_num_embeddings) == len(self.engram_layer_ids),
+            "engram_num_embeddings",
+            list(self.engram_num_embeddings),
+            f"one entry for each of engram_layer_ids {list(self.engram_layer_ids)}",
+        )
+        if not self.engram_layer_ids:
+            return
+        _require(self.engram_head_dim % 32 == 0, "engram_head_dim", self.engram_head_dim, "a multiple of 32")
+        _require(self.engram_compressed_vocab_size > 0, "engram_compressed_vocab_size", self.engram_compressed_vocab_size, "positive")
+        for layer_id, rows, primes in zip(
+            self.engram_layer_ids, self.engram_num_embeddings, self.engram_primes, strict=True
+        ):
+            _require(
+                sum(primes) == rows, f"engram_num_embeddings (layer {layer_id})", rows, f"the sum of its primes, {sum(primes)}"
+            )
+
+    def _check_draft(self) -> None:
+        if not self.num_nextn_predict_layers:
+            return
+        for layer_id in self.dspark_target_layer_ids:
+            _require(
+                0 <= layer_id < self.num_hidden_layers,
+                "dspark_target_layer_ids",
+                layer_id,
+                f"0..{self.num_hidden_layers - 1}",
+            )
+        _require(
+            0 <= self.dspark_noise_token_id < self.vocab_size,
+            "dspark_noise_token_id",
+            self.dspark_noise_token_id,
+            f"0..{self.vocab_size - 1}",
+        )
+
+    @cached_property
+    def engram_primes(self) -> tuple[tuple[int, ...], ...]:
+        """Bucket counts of each Engram layer, size-major then head (spec: model, section 4)."""
+        seen: set[int] = set()
+        layers = []
+        for _ in self.engram_layer_ids:
+            primes = []
+            for _ in range(2, self.engram_max_ngram_size + 1):
+                current = self.engram_vocab_size - 1
+                for _ in range(self.engram_n_heads):
+                    current = _next_prime(current)
+                    while current in seen:
+                        current = _next_prime(current)
+                    seen.add(current)
+                    primes.append(current)
+            layers.append(tuple(primes))
+        return tuple(layers)
+
+
+def _next_prime(n: int) -> int:
+    n += 1
+    while n < 2 or any(n % d == 0 for d in range(2, int(n**0.5) + 1)):
+        n += 1
+    return n
+
+
+def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"config: {name} is {value!r}, allowed: {allowed}")
+
+
+def _text_and_vision(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    known_vision = {f.name for f in fields(VisionConfig)}
+    if "text_config" in raw:
+        vision = raw.get("vision_config")
+        return raw["text_config"], {k: v for k, v in vision.items() if k in known_vision} if vision else None
+    flat = {FLAT_VISION_SPELLING[k]: v for k, v in raw.items() if k in FLAT_VISION_SPELLING}
+    return raw, flat or None
+
+
+def _rope_scaling(text: dict[str, Any]) -> RopeScaling:
+    raw = text.get("rope_scaling")
+    if raw is None and "rope_factor" in text:
+        raw = {
+            "factor": text["rope_factor"],
+            "beta_fast": text.get("beta_fast", 32),
+            "beta_slow": text.get("beta_slow", 1),
+            "original_max_position_embeddings": text.get("original_seq_len", 65536),
+        }
+    if raw is None:
+        return RopeScaling()
+    kind = raw.get("rope_type", raw.get("type", "yarn"))
+    _require(kind == "yarn", "rope_scaling.rope_type", kind, "'yarn'")
+    known = {f.name for f in fields(RopeScaling)}
+    return RopeScaling(**{k: v for k, v in raw.items() if k in known})
+
+
+def _check_types(known: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        kind = known[name].type
+        if kind == "int":
+            _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
+        elif kind == "float":
+            _require(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
+        elif kind.startswith("tuple"):
+            ok = isinstance(value, tuple) and all(isinstance(v, int) for v in value)
+            _require(ok, name, value, "a list of integers")

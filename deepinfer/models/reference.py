@@ -1,0 +1,441 @@
+"""The definition of the DeepSeek-V4.1 text model: naive, cache-free, differentiable, plain PyTorch.
+
+Read it top to bottom next to the spec; every function is one equation block. It recomputes everything for the whole
+sequence, keeps all scores dense and marks what a query may see with boolean masks. It is the oracle that the engine is
+tested against, and the model that `deepinfer.train` trains.
+
+Shapes: B sequences of T tokens, D hidden size, hc residual streams, H query heads of d, G compressed positions.
+Weights: a flat dict keyed by the public tensor names, scales folded in, routed experts stacked [E, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.config.model import LayerPlan, ModelConfig
+from deepinfer.kernels.reference.quant import fp8_round_trip, mxfp4_round_trip, nvfp4_round_trip
+from deepinfer.models.layers.engram_map import engram_multipliers
+from deepinfer.models.layers.rope import apply_rope, rope_frequencies, rope_table
+
+Weights = dict[str, Tensor]
+ENGRAM_DEAD = -1  # compressed id of a position that no n-gram may cross (image spans)
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Which roundings are simulated. Both off is the float oracle."""
+
+    quantize_kv: bool = False  # FP8 window, FP4 compressed KV, FP4 index keys and queries
+    quantize_activations: bool = False  # FP8 activations of the FP8 and FP4 linears
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounding in the forward pass, identity in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+        return rounding(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def round_trip(x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+    """`rounding(x)` with a straight-through gradient."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _StraightThrough.apply(x, rounding)
+    return rounding(x)
+
+
+# ------------------------------------------------------------------ small pieces
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) * weight, computed in at least float32."""
+    x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (weight.to(x32.dtype) * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
+
+
+def quantized_linear(x: Tensor, weight: Tensor, numerics: Numerics) -> Tensor:
+    """x @ weight.T where the checkpoint stores the weight in FP8 or FP4: the activation may be rounded to FP8 too."""
+    if numerics.quantize_activations:
+        x = round_trip(x, fp8_round_trip)
+    return F.linear(x, weight.to(x.dtype))
+
+
+# ------------------------------------------------------------------ mHC residual streams (section 4)
+
+
+def mhc_mixes(h: Tensor, w: Weights, name: str, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients of one sub-layer from the streams before it.
+
+    h [B, T, hc, D] -> pre [B, T, hc], post [B, T, hc], C [B, T, hc source, hc destination].
+    """
+    hc, eps = config.hc_mult, config.hc_eps
+    compute = torch.promote_types(h.dtype, torch.float32)
+    z = h.flatten(-2).to(compute)
+    u = F.linear(z, w[f"{name}_fn"].to(compute))
+    u = u * torch.rsqrt(z.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+    scale, base = w[f"{name}_scale"].to(compute), w[f"{name}_base"].to(compute)
+    pre = torch.sigmoid(u[..., :hc] * scale[0] + base[:hc]) + eps
+    post = 2 * torch.sigmoid(u[..., hc : 2 * hc] * scale[1] + base[hc : 2 * hc])
+    c = (u[..., 2 * hc :] * scale[2] + base[2 * hc :]).unflatten(-1, (hc, hc))
+    c = torch.softmax(c, dim=-1) + eps
+    c = c / (c.sum(-2, keepdim=True) + eps)
+    for _ in range(config.hc_sinkhorn_iters - 1):
+        c = c / (c.sum(-1, keepdim=True) + eps)
+        c = c / (c.sum(-2, keepdim=True) + eps)
+    return pre, post, c
+
+
+def mhc_mix_in(pre: Tensor, h: Tensor) -> Tensor:
+    """sum_i pre[i] * h[i]: [B, T, hc], [B, T, hc, D] -> [B, T, D]."""
+    return (pre.unsqueeze(-1) * h.to(pre.dtype)).sum(-2).to(h.dtype)
+
+
+def mhc_mix_out(h: Tensor, y: Tensor, post: Tensor, c: Tensor) -> Tensor:
+    """h'[j] = post[j] * y + sum_i C[i, j] * h[i]."""
+    carried = torch.einsum("btij,btid->btjd", c, h.to(c.dtype))
+    return (post.unsqueeze(-1) * y.to(c.dtype).unsqueeze(-2) + carried).to(h.dtype)
+
+
+# ------------------------------------------------------------------ Engram n-gram memory (section 4)
+
+
+def engram_hash_ids(compressed: Tensor, pad: int, layer_id: int, config: ModelConfig) -> Tensor:
+    """Table rows of every position. compressed int64 [B, T] (ENGRAM_DEAD where blocked) -> int64 [B, T, heads].
+
+    `pad` is the compressed id that stands for everything beyond a boundary.
+    """
+    index = config.engram_layer_ids.index(layer_id)
+    primes = config.engram_primes[index]
+    multipliers = engram_multipliers(layer_id, config.engram_compressed_vocab_size)
+    length = compressed.shape[1]
+    blocked = torch.zeros_like(compressed, dtype=torch.bool)
+    mixed, ids, offset = torch.zeros_like(compressed), [], 0
+    for step in range(config.engram_max_ngram_size):
+        shifted = F.pad(compressed, (step, 0), value=ENGRAM_DEAD)[:, :length]
+        blocked = blocked | (shifted == ENGRAM_DEAD)  # sticky: nothing is read across a boundary
+        token = torch.where(blocked, pad, shifted)
+        mixed = mixed ^ (token * int(multipliers[step]))
+        if step == 0:
+            continue
+        for head in range(config.engram_n_heads):
+            prime = primes[(step - 1) * config.engram_n_heads + head]
+            ids.append(mixed % prime + offset)
+            offset += prime
+    return torch.stack(ids, dim=-1)
+
+
+def engram(h: Tensor, hash_ids: Tensor, alive: Tensor, w: Weights, name: str, config: ModelConfig, numerics: Numerics):
+    """Gate the looked-up memory into the streams. h [B, T, hc, D], hash_ids [B, T, heads], alive bool [B, T]."""
+    hc, dim, eps = config.hc_mult, config.hidden_size, config.rms_norm_eps
+    rows = F.embedding(hash_ids, w[f"{name}.embed.weight"]).flatten(-2).to(h.dtype)
+    kv = quantized_linear(rows, w[f"{name}.wkv.weight"], numerics)
+    compute = torch.promote_types(h.dtype, torch.float32)
+    key = kv[..., : hc * dim].unflatten(-1, (hc, dim)).to(compute)
+    value = kv[..., hc * dim :].to(compute)
+    h32 = h.to(compute)
+    weight = w[f"{name}.q_weight"].to(compute) * w[f"{name}.k_weight"].to(compute)
+    norm = torch.rsqrt(h32.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
+    dot = (h32 * weight * key).sum(-1) * norm / dim**0.5
+    gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(1e-6).sqrt(), dot)) * alive.unsqueeze(-1)
+    return (h32 + gate.unsqueeze(-1) * value.unsqueeze(-2)).to(h.dtype)
+
+
+# ------------------------------------------------------------------ attention (section 5)
+
+
+def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
+    """Softmax with a sink in the denominator; keys are the values too.
+
+    q [B, T, H, d], keys [B, S, d], mask bool [B, T, S], sink [H] -> [B, T, H, d].
+    """
+    compute = torch.promote_types(q.dtype, torch.float32)
+    logits = torch.einsum("bthd,bsd->bhts", q, keys).to(compute) * scale
+    logits = logits.masked_fill(~mask[:, None], float("-inf"))
+    column = sink.to(compute).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    probabilities = torch.softmax(torch.cat((logits, column), dim=-1), dim=-1)[..., :-1]
+    return torch.einsum("bhts,bsd->bthd", probabilities.to(keys.dtype), keys)
+
+
+def top_k_mask(scores: Tensor, k: int) -> Tensor:
+    """True at the k largest finite scores of each row; ties go to the lowest index. [..., G] -> bool [..., G]."""
+    k = min(k, scores.shape[-1])
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
+    return chosen & (scores > float("-inf"))
+
+
+def compress(y: Tensor, w: Weights, name: str, ratio: int, config: ModelConfig) -> Tensor:
+    """Latents of complete groups, before RoPE. y [B, T, D] -> [B, T // ratio, d]."""
+    groups = y.shape[1] // ratio
+    y = y[:, : groups * ratio]
+    if ratio == 1:
+        pooled = F.linear(y, w[f"{name}.wkv.weight"].to(y.dtype))
+    else:
+        compute = torch.promote_types(y.dtype, torch.float32)
+        a = F.linear(y.to(compute), w[f"{name}.wkv.weight"].to(compute)).unflatten(1, (groups, ratio))
+        b = F.linear(y.to(compute), w[f"{name}.wgate.weight"].to(compute)).unflatten(1, (groups, ratio))
+        pooled = (a * torch.softmax(b, dim=2)).sum(2).to(y.dtype)
+    return rms_norm(pooled, w[f"{name}.norm.weight"], config.rms_norm_eps)
+
+
+def index_scores(iq: Tensor, weights: Tensor, ik: Tensor) -> Tensor:
+    """sum_h weights[t, h] * relu(iq[t, h] . ik[g]). iq [B, T, Hi, di], weights [B, T, Hi], ik [B, G, di] -> [B, T, G]."""
+    compute = torch.promote_types(iq.dtype, torch.float32)
+    dots = torch.einsum("bthd,bgd->bthg", iq, ik).to(compute)
+    return torch.einsum("bth,bthg->btg", weights.to(compute), torch.relu(dots))
+
+
+def candidate_mask(scores: Tensor, newest: Tensor, config: ModelConfig) -> Tensor:
+    """Positions inside the kept candidate blocks. scores [B, T, G] (-inf where invisible), newest int64 [T] -> bool."""
+    size = config.candidate_block_size
+    padding = -scores.shape[-1] % size
+    blocks = F.pad(scores, (0, padding), value=float("-inf")).unflatten(-1, (-1, size)).amax(-1)
+    own = (newest // size).view(1, -1, 1).expand(blocks.shape[0], -1, 1)
+    pin = torch.where(newest >= 0, float("inf"), float("-inf")).to(blocks.dtype).view(1, -1, 1).expand_as(own)
+    blocks = blocks.scatter(-1, own.clamp_min(0), pin)
+    kept = top_k_mask(blocks, config.candidate_topk_blocks)
+    return kept.repeat_interleave(size, -1)[..., : scores.shape[-1]]
+
+
+@dataclass
+class ReferenceOps:
+    """The three inner operations that training replaces by faster, equivalent ones (deepinfer.train.fast_ops)."""
+
+    attend: Callable[..., Tensor] = attend
+    top_k_mask: Callable[[Tensor, int], Tensor] = top_k_mask
+    experts: Callable[..., Tensor] = field(default_factory=lambda: routed_experts)
+
+
+@dataclass
+class SharedKV:
+    """What owner layers publish for the layers that borrow from them, keyed by owner layer id."""
+
+    latents: dict[int, Tensor] = field(default_factory=dict)  # [B, G, d]
+    index_keys: dict[int, Tensor] = field(default_factory=dict)  # [B, G, di]
+    selections: dict[int, Tensor] = field(default_factory=dict)  # bool [B, T, G]
+    candidates: Tensor | None = None  # bool [B, T, G]
+
+
+@dataclass
+class Context:
+    """Everything of one forward pass that the layers share."""
+
+    config: ModelConfig
+    numerics: Numerics
+    ops: ReferenceOps
+    ropes: dict[bool, Tensor]  # compressed? -> [T, 2, r / 2]
+    shared: SharedKV = field(default_factory=SharedKV)
+    image_span: Tensor | None = None  # bool [B, T]
+    trace: dict[str, Tensor] | None = None
+
+    def note(self, name: str, value: Tensor) -> None:
+        if self.trace is not None:
+            self.trace[name] = value
+
+
+def rotate(x: Tensor, table: Tensor, inverse: bool = False) -> Tensor:
+    """RoPE of x [B, T, d] or [B, T, H, d] with table [T, 2, r / 2]."""
+    cos, sin = table.unbind(1)
+    if x.dim() == 4:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return apply_rope(x, cos, sin, inverse)
+
+
+def select(y: Tensor, qr: Tensor, w: Weights, name: str, plan: LayerPlan, context: Context) -> Tensor:
+    """Selection of an index source layer: bool [B, T, G]."""
+    config = context.config
+    batch, length = y.shape[:2]
+    iq = quantized_linear(qr, w[f"{name}.wq_b.weight"], context.numerics)
+    iq = rotate(iq.unflatten(-1, (config.index_n_heads, config.index_head_dim)), context.ropes[True])
+    if context.numerics.quantize_kv:
+        iq = round_trip(iq, mxfp4_round_trip)
+    weights = F.linear(y, w[f"{name}.weights_proj.weight"].to(y.dtype))
+    weights = weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
+    scores = index_scores(iq, weights, context.shared.index_keys[plan.kv_owner])
+    visible_count = (torch.arange(length, device=y.device) + 1) // plan.compress_ratio
+    visible = torch.arange(scores.shape[-1], device=y.device) < visible_count[:, None]  # [T, G]
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if plan.writes_candidates:
+        context.shared.candidates = candidate_mask(scores.detach(), visible_count - 1, config)
+    restricted = scores
+    if plan.reads_candidates and context.shared.candidates is not None:
+        restricted = scores.masked_fill(~context.shared.candidates, float("-inf"))
+    context.note(f"layers.{plan.layer_id}.index_scores", restricted)
+    return context.ops.top_k_mask(restricted.detach(), config.index_topk)
+
+
+def attention(y: Tensor, w: Weights, name: str, plan: LayerPlan, context: Context) -> Tensor:
+    """Window and selected compressed keys in one softmax. y [B, T, D] -> [B, T, D]."""
+    config, numerics, shared = context.config, context.numerics, context.shared
+    batch, length = y.shape[:2]
+    eps, ratio = config.rms_norm_eps, plan.compress_ratio
+    table = context.ropes[ratio > 0]
+
+    qr = rms_norm(quantized_linear(y, w[f"{name}.wq_a.weight"], numerics), w[f"{name}.q_norm.weight"], eps)
+    q = quantized_linear(qr, w[f"{name}.wq_b.weight"], numerics)
+    q = rotate(q.unflatten(-1, (config.num_attention_heads, config.head_dim)), table)
+
+    window = rms_norm(quantized_linear(y, w[f"{name}.wkv.weight"], numerics), w[f"{name}.kv_norm.weight"], eps)
+    window = rotate(window, table)
+    if numerics.quantize_kv:
+        window = round_trip(window, fp8_round_trip)
+    distance = torch.arange(length, device=y.device)[:, None] - torch.arange(length, device=y.device)
+    mask = ((distance >= 0) & (distance < config.sliding_window)).expand(batch, -1, -1)
+    keys = window
+
+    if plan.is_kv_source:
+        latent = compress(y, w, f"{name}.compressor", ratio, config)
+        first_token = table[: latent.shape[1] * ratio : ratio]  # a group is placed at its first token
+        index_key = F.linear(latent, w[f"{name}.indexer.wk.weight"].to(latent.dtype))
+        index_key = rotate(rms_norm(index_key, w[f"{name}.indexer.k_norm.weight"], eps), first_token)
+        latent = rotate(latent, first_token)
+        if numerics.quantize_kv:
+            index_key, latent = round_trip(index_key, mxfp4_round_trip), round_trip(latent, nvfp4_round_trip)
+        shared.index_keys[plan.layer_id], shared.latents[plan.layer_id] = index_key, latent
+    if plan.is_index_source:
+        shared.selections[plan.layer_id] = select(y, qr, w, f"{name}.indexer", plan, context)
+    if ratio:
+        keys = torch.cat((window, shared.latents[plan.kv_owner]), dim=1)
+        mask = torch.cat((mask, shared.selections[plan.index_owner]), dim=-1)
+    if plan.is_index_source:
+        context.note(f"layers.{plan.layer_id}.queries", q)
+        context.note(f"layers.{plan.layer_id}.latents", shared.latents[plan.kv_owner])
+        context.note(f"layers.{plan.layer_id}.selection", shared.selections[plan.layer_id])
+
+    o = context.ops.attend(q, keys, mask, w[f"{name}.attn_sink"], config.head_dim**-0.5)
+    o = rotate(o, table, inverse=True).flatten(-2).unflatten(-1, (config.o_groups, -1))
+    wo_a = w[f"{name}.wo_a.weight"].to(o.dtype).unflatten(0, (config.o_groups, config.o_lora_rank))
+    a = torch.einsum("btgi,gri->btgr", o, wo_a).flatten(-2)
+    return quantized_linear(a, w[f"{name}.wo_b.weight"], numerics)
+
+
+# ------------------------------------------------------------------ mixture of experts (section 6)
+
+
+def swiglu(g: Tensor, u: Tensor, limit: float) -> Tensor:
+    """silu(min(g, limit)) * clamp(u, -limit, limit), in at least float32."""
+    compute = torch.promote_types(g.dtype, torch.float32)
+    return F.silu(g.to(compute).clamp_max(limit)) * u.to(compute).clamp(-limit, limit)
+
+
+def routed_experts(
+    x: Tensor, chosen: Tensor, gates: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, limit: float, numerics: Numerics
+) -> Tensor:
+    """One expert after the other. x [N, D], chosen int64 [N, k], gates [N, k], w1 and w3 [E, I, D], w2 [E, D, I]."""
+    out = torch.zeros(x.shape, dtype=gates.dtype, device=x.device)
+    for expert in range(w1.shape[0]):
+        row, slot = torch.where(chosen == expert)
+        if row.numel() == 0:
+            continue
+        xe = x[row]
+        z = swiglu(quantized_linear(xe, w1[expert], numerics), quantized_linear(xe, w3[expert], numerics), limit)
+        z = (gates[row, slot].unsqueeze(-1) * z).to(x.dtype)
+        out = out.index_add(0, row, quantized_linear(z, w2[expert], numerics).to(out.dtype))
+    return out
+
+
+def moe(y: Tensor, w: Weights, name: str, layer_id: int, context: Context) -> Tensor:
+    """Routed experts plus the shared one. y [B, T, D] -> [B, T, D]."""
+    config, numerics = context.config, context.numerics
+    x = y.flatten(0, 1)
+    compute = torch.promote_types(x.dtype, torch.float32)
+    scores = F.softplus(F.linear(x.to(compute), w[f"{name}.gate.weight"].to(compute))).sqrt()
+    bias = w[f"{name}.gate.bias"].to(compute).expand_as(scores)
+    if context.image_span is not None:
+        bias = torch.where(context.image_span.flatten()[:, None], w[f"{name}.gate.bias_vl"].to(compute), bias)
+    ranked = (scores + bias).detach()
+    chosen = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, : config.num_experts_per_tok]
+    gates = scores.gather(-1, chosen)
+    if config.norm_topk_prob:
+        gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
+    gates = gates * config.routed_scaling_factor
+    context.note(f"layers.{layer_id}.experts", chosen)
+    w1, w2, w3 = (w[f"{name}.experts.{part}.weight"] for part in ("w1", "w2", "w3"))
+    routed = context.ops.experts(x, chosen, gates, w1, w2, w3, config.swiglu_limit, numerics)
+    g = quantized_linear(x, w[f"{name}.shared_experts.w1.weight"], numerics)
+    u = quantized_linear(x, w[f"{name}.shared_experts.w3.weight"], numerics)
+    z = swiglu(g, u, config.swiglu_limit).to(x.dtype)
+    shared = quantized_linear(z, w[f"{name}.shared_experts.w2.weight"], numerics)
+    return (routed + shared.to(routed.dtype)).to(y.dtype).view_as(y)
+
+
+# ------------------------------------------------------------------ the whole model (section 0)
+
+
+def block(h: Tensor, p_prev: Tensor, w: Weights, plan: LayerPlan, context: Context) -> tuple[Tensor, Tensor]:
+    """One layer. The mix-in of each sub-layer uses the `pre` of the sub-layer before it (shifted mHC)."""
+    config, name = context.config, f"layers.{plan.layer_id}"
+    pre_attn, post, c = mhc_mixes(h, w, f"{name}.hc_attn", config)
+    y = rms_norm(mhc_mix_in(p_prev, h), w[f"{name}.attn_norm.weight"], config.rms_norm_eps)
+    h = mhc_mix_out(h, attention(y, w, f"{name}.attn", plan, context), post, c)
+    pre_ffn, post, c = mhc_mixes(h, w, f"{name}.hc_ffn", config)
+    y = rms_norm(mhc_mix_in(pre_attn, h), w[f"{name}.ffn_norm.weight"], config.rms_norm_eps)
+    h = mhc_mix_out(h, moe(y, w, f"{name}.ffn", plan.layer_id, context), post, c)
+    return h, pre_ffn
+
+
+def forward(
+    weights: Weights,
+    config: ModelConfig,
+    tokens: Tensor,
+    token_map: Tensor | None = None,
+    *,
+    numerics: Numerics | None = None,
+    ops: ReferenceOps | None = None,
+    image_span: Tensor | None = None,
+    input_embeddings: Tensor | None = None,
+    trace: dict[str, Tensor] | None = None,
+    return_hidden: bool = False,
+    run_block: Callable[..., tuple[Tensor, Tensor]] = block,
+) -> Tensor:
+    """Logits of every position.
+
+    Args:
+        weights: in-memory weights; their dtype (of embed.weight) is the dtype of the computation.
+        tokens: int64 [B, T].
+        token_map: int64 [vocab], the Engram compressed token map; needed when the config has Engram layers.
+        image_span: bool [B, T], True on every position of an image span.
+        input_embeddings: [B, T, D] in place of the token embeddings (images).
+        trace: filled with intermediate tensors (index scores, selections, chosen experts, DSpark taps).
+        return_hidden: return the final normed hidden states [B, T, D] instead of logits.
+        run_block: runs one layer (training wraps it in activation checkpointing).
+
+    Returns:
+        float [B, T, vocab] in at least float32.
+    """
+    length = tokens.shape[1]
+    compute = torch.promote_types(weights["embed.weight"].dtype, torch.float32)
+    ropes = {
+        kind: rope_table(rope_frequencies(config, kind), length, compute).to(tokens.device) for kind in (False, True)
+    }
+    context = Context(config, numerics or Numerics(), ops or ReferenceOps(), ropes, image_span=image_span, trace=trace)
+    e = input_embeddings if input_embeddings is not None else F.embedding(tokens, weights["embed.weight"])
+    h = e.unsqueeze(2).expand(-1, -1, config.hc_mult, -1)
+    p_prev = torch.zeros(config.hc_mult, dtype=compute, device=tokens.device)
+    p_prev[0] = 1.0
+    p_prev = p_prev.expand(*tokens.shape, -1)
+    alive = torch.ones_like(tokens, dtype=torch.bool) if image_span is None else ~image_span
+    for plan in config.layers:
+        if plan.has_engram:
+            if token_map is None:
+                raise ValueError("token_map: needed, the config has engram_layer_ids")
+            compressed = torch.where(alive, token_map[tokens], ENGRAM_DEAD)
+            ids = engram_hash_ids(compressed, int(token_map[config.engram_pad_token_id]), plan.layer_id, config)
+            h = engram(h, ids, alive, weights, f"layers.{plan.layer_id}.engram", config, context.numerics)
+        if plan.layer_id in config.dspark_target_layer_ids:
+            context.note(f"layers.{plan.layer_id}.tap", h.mean(2))
+        h, p_prev = run_block(h, p_prev, weights, plan, context)
+    y = rms_norm(mhc_mix_in(p_prev, h), weights["norm.weight"], config.rms_norm_eps)
+    if return_hidden:
+        return y
+    return F.linear(y.to(compute), weights["head.weight"].to(compute))
