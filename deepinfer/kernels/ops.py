@@ -1,0 +1,33 @@
+"""The operations the models call. Importing this registers every backend that this machine can run."""
+
+from deepinfer.kernels.reference.attention import sparse_attention
+from deepinfer.kernels.reference.basic import rms_norm, rope, swiglu
+from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
+from deepinfer.kernels.reference.engram import engram_gate, engram_hash
+from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, hc_pre
+from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, mask_to_candidates, top_k_positions
+from deepinfer.kernels.reference.moe import moe_experts, moe_gate
+from deepinfer.kernels.registry import active_backends
+
+__all__ = [
+    "RowFormat",
+    "active_backends",
+    "candidate_blocks",
+    "engram_gate",
+    "engram_hash",
+    "hc_post",
+    "hc_post_pre",
+    "hc_pre",
+    "index_scores",
+    "load_rows",
+    "mask_to_candidates",
+    "moe_experts",
+    "moe_gate",
+    "rms_norm",
+    "rope",
+    "round_trip_rows",
+    "sparse_attention",
+    "store_rows",
+    "swiglu",
+    "top_k_positions",
+]

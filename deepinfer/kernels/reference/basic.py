@@ -1,0 +1,36 @@
+"""Norm, rotation and gated activation of flattened rows. N rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kernels.registry import operation
+
+
+@operation
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] * rsqrt(mean(x^2) + eps) * weight [D], computed in at least float32 (spec: model, section 3)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (weight.to(wide.dtype) * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
+
+
+@operation
+def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """Rotate adjacent pairs in the last `2 * cos.shape[-1]` dims of x [N, H, d]; cos, sin [N, pairs], at least float32."""
+    pairs = cos.shape[-1]
+    split = x.shape[-1] - 2 * pairs
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    even, odd = x[..., split:].to(cos.dtype).unflatten(-1, (pairs, 2)).unbind(-1)
+    if inverse:
+        sin = -sin
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    return torch.cat((x[..., :split], rotated.to(x.dtype)), dim=-1)
+
+
+@operation
+def swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """silu(min(g, limit)) * clamp(u, -limit, limit) for gate_up [N, 2I] = [g | u] -> [N, I]."""
+    g, u = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    return (F.silu(g.clamp_max(limit)) * u.clamp(-limit, limit)).to(gate_up.dtype)

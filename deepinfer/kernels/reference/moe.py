@@ -1,0 +1,44 @@
+"""Mixture of experts: gate and routed experts (spec: model, section 6)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kernels.reference.basic import swiglu
+from deepinfer.kernels.reference.quant import fp8_round_trip
+from deepinfer.kernels.registry import operation
+
+
+@operation
+def moe_gate(logits: Tensor, bias: Tensor, k: int, normalise: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    """sqrt-softplus scores; the bias steers the choice only (noaux_tc); ties go to the lowest expert.
+
+    logits [N, E] in at least float32, bias [E] or [N, E] -> chosen int32 [N, k], gates [N, k].
+    """
+    scores = F.softplus(logits).sqrt()
+    chosen = torch.sort(scores + bias.to(scores.dtype), dim=-1, descending=True, stable=True).indices[:, :k]
+    gates = scores.gather(-1, chosen)
+    if normalise:
+        gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
+    return chosen.to(torch.int32), gates * scaling
+
+
+@operation
+def moe_experts(
+    x: Tensor, chosen: Tensor, gates: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize_activations: bool
+) -> Tensor:
+    """sum over the chosen experts of gate * SwiGLU expert, accumulated in at least float32.
+
+    x [N, D], chosen int32 [N, k], gates [N, k], w13 [E, 2I, D] = [w1 | w3], w2 [E, D, I] -> [N, D] of gates' dtype.
+    """
+    out = torch.zeros(x.shape, dtype=gates.dtype, device=x.device)
+    source = fp8_round_trip(x) if quantize_activations else x
+    for expert in chosen.unique().tolist():
+        row, slot = torch.where(chosen == expert)
+        z = swiglu.reference(F.linear(source[row], w13[expert]).to(gates.dtype), limit)
+        z = (gates[row, slot].unsqueeze(-1) * z).to(x.dtype)
+        z = fp8_round_trip(z) if quantize_activations else z
+        out.index_add_(0, row, F.linear(z, w2[expert]).to(out.dtype))
+    return out

@@ -1,0 +1,70 @@
+"""One registry for kernels: an operation has one name, one PyTorch reference and at most one backend a device type.
+
+    @operation                      # in kernels/reference: defines the operation and its reference
+    def rms_norm(x, weight, eps): ...
+
+    @backend("rms_norm", "cpu")     # in kernels/cpu, kernels/cuda: registers a faster version for tensors there
+    def rms_norm_c(x, weight, eps): ...
+
+Calling the operation picks the backend of the first tensor's device. A backend that does not cover a case (a dtype, a
+format) returns NotImplemented and the reference runs. `DEEPINFER_KERNELS=reference` switches every backend off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+FORCE_REFERENCE = os.environ.get("DEEPINFER_KERNELS", "auto") == "reference"
+
+
+class Operation:
+    """A named operation; callable like its reference."""
+
+    def __init__(self, reference: Callable[..., Any]) -> None:
+        self.name = reference.__name__
+        self.reference = reference
+        self.backends: dict[str, Callable[..., Any]] = {}
+        self.__doc__ = reference.__doc__
+
+    def __call__(self, *args: Any) -> Any:
+        if self.backends and not FORCE_REFERENCE:
+            device = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
+            implementation = self.backends.get(device)
+            if implementation is not None:
+                result = implementation(*args)
+                if result is not NotImplemented:
+                    return result
+        return self.reference(*args)
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(reference: Callable[..., Any]) -> Operation:
+    """Define an operation by its PyTorch reference."""
+    op = Operation(reference)
+    if op.name in OPERATIONS:
+        raise ValueError(f"operation {op.name!r} is defined twice")
+    OPERATIONS[op.name] = op
+    return op
+
+
+def backend(name: str, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register an implementation of operation `name` for tensors on `device` ('cpu', 'cuda', 'npu')."""
+
+    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        if name not in OPERATIONS:
+            raise ValueError(f"no operation {name!r}; known: {sorted(OPERATIONS)}")
+        OPERATIONS[name].backends[device] = implementation
+        return implementation
+
+    return register
+
+
+def active_backends() -> dict[str, list[str]]:
+    """Operation name -> devices with an own backend (for `deepinfer doctor`)."""
+    return {name: sorted(op.backends) for name, op in sorted(OPERATIONS.items())}
