@@ -1,0 +1,47 @@
+"""`deepinfer bench`: measurements that write benchmarks/results, and the table of them."""
+
+import importlib
+from pathlib import Path
+
+import typer
+
+app = typer.Typer(help="Measure this machine, and print what was measured.", no_args_is_help=True)
+
+
+def _run(module: str, arguments: list[str]) -> None:
+    """Hand the remaining arguments to the benchmark's own `main(arguments) -> None`."""
+    importlib.import_module(f"deepinfer.bench.{module}").main(arguments)
+
+
+_FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(
+    context_settings=_FORWARD,
+    add_help_option=False,
+    epilog="Example:  [bold]deepinfer bench throughput[/]",
+)
+def throughput(context: typer.Context) -> None:
+    """Tokens per second of the engine, beside `transformers` on a model of the same shape."""
+    _run("throughput", context.args)
+
+
+@app.command(epilog="Examples:  [bold]deepinfer bench report[/]  ·  [bold]deepinfer bench report throughput --update[/]")
+def report(
+    area: str = typer.Argument("all", help="File name in benchmarks/results without .json, or `all`."),
+    results: Path = typer.Option(Path("benchmarks/results"), help="Folder of the result files."),
+    update: bool = typer.Option(False, help="Also rewrite the tables in README.md and docs/*.md."),
+    check: bool = typer.Option(False, help="Exit 1 if a table in the documentation differs from the result files."),
+) -> None:
+    """Print the results table: value, target, baseline, ratio, met or not."""
+    from deepinfer.bench.report import print_report, update_documents
+    from deepinfer.bench.results import load_all
+
+    known = load_all(results)
+    if area != "all" and area not in known:
+        raise ValueError(f"area must be one of {', '.join(['all', *known])}, got {area!r}")
+    print_report(area, results)
+    if update or check:
+        changed = update_documents(Path("."), known, write=update)
+        print("\n".join(f"{'updated' if update else 'out of date'}: {path}" for path in changed) or "tables up to date")
+        raise typer.Exit(1 if check and changed else 0)

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's Chat Completions and Completions over the engine."""

@@ -1,0 +1,73 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+logger = logging.getLogger("deepinfer.server")
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_MAX_ECHO = 200  # characters of a client's own text repeated in a message
+
+
+class ApiError(Exception):
+    """An answer to a bad request.  `param` names the field at fault."""
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+
+    def body(self) -> dict:
+        return error_body(self.message, self.status, self.param, self.code)
+
+
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict:
+    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def from_value_error(error: ValueError, param: str | None = None) -> ApiError:
+    """A ValueError of the engine or of recipe as a 400; recipe's carry `param` themselves."""
+    return ApiError(str(error), param=getattr(error, "param", None) or param)
+
+
+def from_validation_error(error: ValidationError) -> ApiError:
+    """The first fault that pydantic found, with its path as `messages[0].content`."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = ""
+    for part in first["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else ("." if path else "") + str(part)
+    message = f"{path}: {first['msg']}" if path else first["msg"]
+    given = first.get("input")
+    if isinstance(given, bool | int | float | str):
+        message += f", got {repr(given)[:_MAX_ECHO]}"
+    return ApiError(message, param=path or None)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer every failure, the framework's own 404 and 405 included, in the one shape and without a traceback."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+        return JSONResponse(error.body(), error.status, headers)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 404:
+            message = f"no such path: {request.method} {request.url.path}"
+        elif error.status_code == 405:
+            message = f"{request.method} is not allowed on {request.url.path}"
+        else:
+            message = str(error.detail)
+        return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        logger.error("unexpected error in %s %s", request.method, request.url.path, exc_info=error)
+        return JSONResponse(error_body("internal server error", 500), 500)
