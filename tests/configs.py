@@ -1,7 +1,7 @@
 """The tiny V4.1 configuration that tests share (spec: model, section 10) and its synthetic token map.
 
-Every mechanism is on and bites within 64-128 tokens: two ratio-2 KV owners, one ratio-1 owner, reindex and reuse layers,
-candidate blocks that restrict, two Engram layers and, when asked for, two draft layers.
+Every mechanism is on and bites within 64-128 tokens: two ratio-2 KV owners, one ratio-1 owner, reindex and reuse
+layers, candidate blocks that restrict, two Engram layers and, when asked for, two draft layers.
 """
 
 from __future__ import annotations

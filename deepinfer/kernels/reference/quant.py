@@ -22,7 +22,7 @@ def ceil_log2(x: Tensor) -> Tensor:
 
 def exp2_int(n: Tensor, dtype: torch.dtype) -> Tensor:
     """2**n for integer n, exact."""
-    return torch.ldexp(torch.ones((), dtype=dtype, device=n.device), n)
+    return torch.ldexp(torch.ones_like(n, dtype=dtype), n)
 
 
 def _groups(x: Tensor, group: int) -> Tensor:

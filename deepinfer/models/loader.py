@@ -1,0 +1,283 @@
+"""Reads the public checkpoint format, shard by shard (spec: model, section 2).
+
+`load_weights` gives the model as plain tensors, scales folded in. `load_quantized` keeps the stored bytes, for kernels
+that read FP8 / FP4 themselves and for Engram tables of which only gathered rows are ever dequantised.
+Every name, shape and dtype is checked against the config from the headers alone, before any data is read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from deepinfer.config.model import ModelConfig
+from deepinfer.kernels.reference.quant import dequantize_fp4_weight, dequantize_fp8_weight, unpack_fp8_row
+from deepinfer.models.checkpoint_format import (
+    BLOCK,
+    FILE_DTYPES,
+    ParameterSpec,
+    Shape,
+    Storage,
+    TensorSpec,
+    Weights,
+    in_memory_dtype,
+    parameter_specs,
+    stored_tensors,
+)
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+CHUNK_VALUES = 1 << 20  # values dequantised at a time: bounds the float32 temporaries to a few MB
+
+Include = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A parameter as the file holds it.
+
+    values: BF16 / F32 [...] or, by storage, float8_e4m3fn [O, K] ("fp8", "fp8_rows"), uint8 [(E,) O, K/2] ("fp4").
+    scale: uint8 E8M0 bytes, [ceil(O/32), K/32] ("fp8"), [(E,) O, K/32] ("fp4", "fp8_rows"), None otherwise.
+    """
+
+    storage: Storage
+    values: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """Logical shape: FP4 counts values, not bytes."""
+        *rows, columns = self.values.shape
+        return (*rows, columns * 2) if self.storage == "fp4" else (*rows, columns)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All values; FP32 tensors of the file stay FP32 for a narrower `dtype`."""
+        out = torch.empty(self.shape, dtype=in_memory_dtype(self.storage, dtype), device=self.values.device)
+        self.dequantize_into(out)
+        return out
+
+    def dequantize_into(self, out: Tensor) -> None:
+        """Writes the values to `out` (logical shape, any float dtype or device), a few rows at a time."""
+        if self.scale is None:
+            out.copy_(self.values)
+            return
+        values, scale = self.values.flatten(0, -2), self.scale.flatten(0, -2)
+        target = out.view(-1, out.shape[-1])
+        step = max(CHUNK_VALUES // out.shape[-1], BLOCK) // BLOCK * BLOCK
+        for start in range(0, len(target), step):
+            rows = slice(start, start + step)
+            scale_rows = slice(start // BLOCK, -(-(start + step) // BLOCK)) if self.storage == "fp8" else rows
+            chunk = values[rows].to(out.device), scale[scale_rows].to(out.device)
+            target[rows] = _dequantize(self.storage, *chunk, out.dtype)
+
+    def gather(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Rows of an Engram table: int64 [...] -> `dtype` [..., columns]; only these rows are read and dequantised."""
+        if self.storage != "fp8_rows" or self.scale is None:
+            raise ValueError(f"gather: storage is {self.storage!r}, allowed: 'fp8_rows'")
+        # Float8 has no indexing kernels on every device: index the bytes.
+        values = self.values.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
+        return _dequantize("fp8_rows", values, self.scale[rows], dtype)
+
+
+def _dequantize(storage: Storage, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    if storage == "fp8":
+        return dequantize_fp8_weight(values, scale, dtype)
+    if storage == "fp4":
+        return dequantize_fp4_weight(values, scale, dtype)
+    packed = torch.cat((values.view(torch.uint8), scale), dim=-1)
+    return unpack_fp8_row(packed, values.shape[-1], torch.float32).to(dtype)
+
+
+def load_weights(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    progress: bool = False,
+    include: Include | None = None,
+) -> Weights:
+    """The model of section 2 as dequantised tensors, routed experts stacked ([E, out, in]).
+
+    Args:
+        path: folder with model.safetensors.index.json and its shards, or with model.safetensors alone.
+        dtype: of everything except tensors stored as FP32, which stay FP32 when `dtype` is narrower.
+        include: keep only the parameters whose name satisfies it; the others are neither required nor read.
+
+    Raises:
+        ValueError: names the file, or the first missing, extra, misshapen or wrongly typed tensor.
+    """
+    weights: Weights = {}
+    for spec, expert, stored in _stream(Path(path), config, include, progress):
+        if spec.name not in weights:
+            weights[spec.name] = torch.empty(spec.shape, dtype=in_memory_dtype(spec.storage, dtype), device=device)
+        stored.dequantize_into(weights[spec.name] if expert is None else weights[spec.name][expert])
+    return weights
+
+
+def load_quantized(
+    path: str | Path,
+    config: ModelConfig,
+    device: str | torch.device = "cpu",
+    progress: bool = False,
+    include: Include | None = None,
+    mmap: bool = False,
+) -> dict[str, StoredTensor]:
+    """The model as stored bytes, routed experts stacked; arguments and errors as `load_weights`.
+
+    mmap: tensors other than expert stacks stay views of the mapped file and take no memory until read; for Engram
+    tables (`include=is_engram_table`). CPU only.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for spec, expert, stored in _stream(Path(path), config, include, progress):
+        if expert is None:
+            tensors[spec.name] = stored if mmap else _copy(stored, device)
+            continue
+        if spec.name not in tensors:
+            tensors[spec.name] = StoredTensor(
+                stored.storage, *(_stack_like(t, spec.shape[0], device) for t in _pair(stored))
+            )
+        for stack, part in zip(_pair(tensors[spec.name]), _pair(stored), strict=True):
+            stack[expert].copy_(part)
+    return tensors
+
+
+def is_engram_table(name: str) -> bool:
+    """True for the n-gram tables, the tensors that are gathered from rather than multiplied with."""
+    return name.endswith(".engram.embed.weight")
+
+
+def _pair(stored: StoredTensor) -> tuple[Tensor, Tensor]:
+    assert stored.scale is not None  # routed experts always have one
+    return stored.values, stored.scale
+
+
+def _stack_like(part: Tensor, count: int, device: str | torch.device) -> Tensor:
+    return torch.empty((count, *part.shape), dtype=part.dtype, device=device)
+
+
+def _copy(stored: StoredTensor, device: str | torch.device) -> StoredTensor:
+    scale = None if stored.scale is None else stored.scale.to(device, copy=True)
+    return StoredTensor(stored.storage, stored.values.to(device, copy=True), scale)
+
+
+# ------------------------------------------------------------------ files
+
+
+def _stream(
+    path: Path, config: ModelConfig, include: Include | None, progress: bool
+) -> Iterator[tuple[ParameterSpec, int | None, StoredTensor]]:
+    """Yields (parameter, expert row or None, tensor) one shard at a time; the tensors view the open shard."""
+    shards = _shards(path)
+    headers = {file: _read_header(path / file, names) for file, names in shards.items()}
+    specs, tensors = _check(config, headers, include)
+    halves: dict[tuple[str, int | None], dict[str, Tensor]] = {}  # weight or scale, waiting for the other
+    for number, file in enumerate(headers, 1):
+        if progress:
+            print(f"\rloading weights: shard {number}/{len(headers)}", end="", file=sys.stderr, flush=True)
+        with _open(path / file) as shard:
+            for name in headers[file]:
+                tensor = tensors.get(name)
+                if tensor is None:
+                    continue
+                spec = specs[tensor.parameter]
+                key = (spec.name, tensor.expert)
+                parts = halves.setdefault(key, {})
+                parts["scale" if tensor.storage == "e8m0" else "values"] = _get(shard, name, tensor, path / file)
+                if len(parts) == (2 if spec.storage in ("fp8", "fp4", "fp8_rows") else 1):
+                    del halves[key]
+                    yield spec, tensor.expert, StoredTensor(spec.storage, parts["values"], parts.get("scale"))
+            for parts in halves.values():  # a scale in another shard: let go of this one
+                parts.update({part: value.clone() for part, value in parts.items()})
+    if progress:
+        print(file=sys.stderr)
+
+
+def _shards(path: Path) -> dict[str, list[str] | None]:
+    """File name -> tensor names the index promises there (None: no index), in file order."""
+    index_path = path / INDEX_NAME
+    if not index_path.is_file():
+        if not (path / SINGLE_NAME).is_file():
+            raise ValueError(f"model: neither {INDEX_NAME} nor {SINGLE_NAME} in {path}")
+        return {SINGLE_NAME: None}
+    try:
+        weight_map = json.loads(index_path.read_text())["weight_map"]
+        items = [(str(file), name) for name, file in weight_map.items()]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"model: {index_path} is not a valid index: {type(error).__name__}: {error}") from None
+    shards: dict[str, list[str] | None] = {}
+    for file, name in sorted(items, key=lambda item: item[0]):
+        if Path(file).name != file:
+            raise ValueError(f"model: {index_path} places {name!r} in {file!r}, allowed: a file beside the index")
+        names = shards.setdefault(file, [])
+        assert names is not None
+        names.append(name)
+    return shards
+
+
+def _open(path: Path) -> safe_open:
+    if not path.is_file():
+        raise ValueError(f"model: shard {path} is missing")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"model: shard {path} is truncated or corrupt: {error}") from None
+
+
+def _read_header(path: Path, promised: list[str] | None) -> dict[str, tuple[Shape, str]]:
+    """Tensor name -> (shape, dtype name); the names must be those that the index promises."""
+    with _open(path) as shard:
+        slices = {name: shard.get_slice(name) for name in shard.keys()}
+        header = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    if promised is not None:
+        for name in promised:
+            if name not in header:
+                raise ValueError(f"model: tensor {name!r} is missing from {path}, where the index places it")
+        for name in header.keys() - set(promised):
+            raise ValueError(f"model: {path} holds tensor {name!r}, which the index does not place there")
+    return header
+
+
+def _check(
+    config: ModelConfig, headers: dict[str, dict[str, tuple[Shape, str]]], include: Include | None
+) -> tuple[dict[str, ParameterSpec], dict[str, TensorSpec]]:
+    """Compares the headers with the config; returns the wanted parameters and file tensors."""
+    found = {name: entry for header in headers.values() for name, entry in header.items()}
+    every = parameter_specs(config)
+    known: dict[str, TensorSpec] = {}
+    for spec in every.values():
+        if spec.name.endswith("attn.wo_a.weight") and found.get(spec.name, ((), ""))[1] == "BF16":
+            spec = every[spec.name] = replace(spec, storage="bf16")  # converted checkpoints store it widened
+        known.update({tensor.name: tensor for tensor in stored_tensors(spec)})
+    wanted = {name: t for name, t in known.items() if include is None or include(t.parameter)}
+    for name, tensor in wanted.items():
+        if name not in found:
+            raise ValueError(f"model: tensor {name!r} is missing from the checkpoint")
+        shape, dtype = found[name]
+        if shape != tensor.shape:
+            raise ValueError(f"model: tensor {name!r} has shape {list(shape)}, expected {list(tensor.shape)}")
+        if dtype not in FILE_DTYPES[tensor.storage]:
+            allowed = " or ".join(FILE_DTYPES[tensor.storage])
+            raise ValueError(f"model: tensor {name!r} has dtype {dtype}, expected {allowed}")
+    for name in sorted(found.keys() - known.keys()):
+        raise ValueError(f"model: tensor {name!r} is in the checkpoint but not in the model that config.json describes")
+    return every, wanted
+
+
+def _get(shard: safe_open, name: str, tensor: TensorSpec, path: Path) -> Tensor:
+    """One tensor as a view of the open shard; packed FP4 and scales as uint8."""
+    try:
+        value = shard.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"model: tensor {name!r} of shard {path} cannot be read: {error}") from None
+    return value.view(torch.uint8) if tensor.storage in ("fp4", "e8m0") else value
