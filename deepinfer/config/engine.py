@@ -1,0 +1,79 @@
+"""EngineConfig: sizes and formats of the engine, validated when made."""
+
+import math
+from dataclasses import dataclass
+
+KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp8", "fp64")
+DTYPES = ("auto", "fp32", "bf16", "fp64")
+DEFAULT_CACHE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything about the engine that is not the model.
+
+    Attributes:
+        block_size: tokens in one cache block.
+        num_blocks: cache blocks, block 0 (the null block) included; None derives it from cache_memory_bytes.
+        cache_memory_bytes: memory for the block cache in bytes; None is the smaller of 2 GiB and what
+            max_num_seqs sequences of full length can use.
+        max_num_seqs: most sequences holding cache at once (= state slots without the null slot).
+        max_num_batched_tokens: most tokens in one prefill step.
+        prefill_chunk_size: most tokens of one sequence in one prefill step.
+        max_model_len: most tokens (prompt + output) of a sequence; None takes the model's own limit.
+        watermark: share of the blocks kept free when a new sequence is admitted beside running ones,
+            so that those can grow before anything is preempted.
+        kv_cache_dtype: "fp8" is the released format (FP8 and FP4 with scales); "auto" follows the checkpoint;
+            "fp64" is for exactness tests.
+        dtype: arithmetic of the model.
+        device: torch device.
+        seed: seed of the draws of requests that set none.
+
+    Raises:
+        ValueError: naming the field and the allowed values.
+    """
+
+    block_size: int = 128
+    num_blocks: int | None = None
+    cache_memory_bytes: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    prefill_chunk_size: int = 512
+    max_model_len: int | None = None
+    watermark: float = 0.01
+    kv_cache_dtype: str = "auto"
+    dtype: str = "auto"
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        minimum = {"block_size": 1, "num_blocks": 2, "cache_memory_bytes": 1, "max_num_seqs": 1,
+                   "max_num_batched_tokens": 1, "prefill_chunk_size": 1, "max_model_len": 2, "seed": 0}  # fmt: skip
+        optional = ("num_blocks", "cache_memory_bytes", "max_model_len")
+        for name, low in minimum.items():
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+        if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
+            raise ValueError(f"watermark must be a number in [0, 1), got {self.watermark!r}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be a number in [0, 1), got {self.watermark!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    def resolve_num_blocks(self, bytes_per_block: int, max_model_len: int) -> int:
+        """Number of blocks, null block included, for a model whose block takes bytes_per_block in all layers.
+
+        Raises ValueError when the memory budget does not hold even one block of tokens.
+        """
+        if self.num_blocks is not None:
+            return self.num_blocks
+        wanted = 1 + self.max_num_seqs * math.ceil(max_model_len / self.block_size)
+        fitting = (self.cache_memory_bytes or DEFAULT_CACHE_BYTES) // bytes_per_block
+        if fitting < 2:
+            raise ValueError(f"cache_memory_bytes must hold at least 2 blocks of {bytes_per_block} bytes")
+        return min(wanted, fitting)

@@ -1,0 +1,219 @@
+"""Engine: token ids in, token ids out. One step is schedule, run, sample, postprocess."""
+
+import logging
+import time
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from deepinfer import envs
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.model_inputs import ModelInputs, build_model_inputs
+from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
+from deepinfer.engine.sequence import Request, Sequence
+from deepinfer.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from deepinfer.params import MAX_SEED, SamplingParams
+from deepinfer.sampling.random import derive_seed
+from deepinfer.sampling.sampler import SamplerOutput, sample
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """The model side: holds weights and caches, runs one step.
+
+    `num_blocks` counts the null block. The state of a sequence is reset when a step starts it at position 0.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+
+    def run(self, inputs: ModelInputs) -> Tensor:
+        """Logits float32 [R, vocab_size] of inputs.logits_rows."""
+        ...
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot: sequences and blocks now, tokens and preemptions since the start."""
+
+    num_waiting: int
+    num_running: int
+    num_blocks: int
+    num_free_blocks: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class Engine:
+    """Runs requests over a runner. Not thread-safe: AsyncEngine owns it from one thread.
+
+    Args:
+        runner: the model side.
+        config: sizes; max_model_len is cut to the model's limit and to what the block cache holds.
+        eos_token_ids: tokens that end a sequence unless ignore_eos.
+    """
+
+    def __init__(self, runner: Runner, config: EngineConfig, eos_token_ids: Iterable[int] = ()):
+        self.runner = runner
+        self.config = config
+        self.eos_token_ids: Collection[int] = frozenset(eos_token_ids)
+        cache_tokens = (runner.num_blocks - 1) * config.block_size
+        self.max_model_len = min(config.max_model_len or runner.max_model_len, runner.max_model_len, cache_tokens)
+        self.scheduler = Scheduler(config, runner.num_blocks)
+        self.requests: dict[str, Request] = {}
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self._num_arrived = 0
+        self._seeds = np.random.default_rng(config.seed)
+        self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")
+
+    def validate(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> None:
+        """Raise ValueError naming the field if the request can never run. Changes nothing; any thread may call it."""
+        if isinstance(prompt_token_ids, str | bytes) or not isinstance(prompt_token_ids, SequenceOf):
+            raise ValueError(f"prompt_token_ids must be a list of token ids, got {type(prompt_token_ids).__name__}")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if not prompt_token_ids:
+            raise ValueError("prompt_token_ids must not be empty")
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"prompt_token_ids has {len(prompt_token_ids)} tokens, at most {self.max_model_len - 1} "
+                f"leave room for an answer in the context of {self.max_model_len}"
+            )
+        vocab_size = self.runner.vocab_size
+        # Whole-list checks: a loop in Python would cost milliseconds on a long prompt.
+        if (
+            set(map(type, prompt_token_ids)) != {int}
+            or min(prompt_token_ids) < 0
+            or max(prompt_token_ids) >= vocab_size
+        ):
+            wrong = next(t for t in prompt_token_ids if type(t) is not int or not 0 <= t < vocab_size)
+            raise ValueError(f"prompt_token_ids must be integers in [0, {vocab_size}), got {wrong!r}")
+        params.check_vocabulary(vocab_size)
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: SequenceOf[int], sampling_params: SamplingParams | None = None
+    ) -> None:
+        """Queue a request. Raises ValueError naming the field if it is invalid or its id is in use."""
+        params = sampling_params or SamplingParams()
+        self.validate(prompt_token_ids, params)
+        if request_id in self.requests:
+            raise ValueError(f"request_id {request_id!r} is already in use")
+        seed = int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed
+        metrics = RequestMetrics(arrival_time=time.monotonic())
+        request = Request(request_id, list(prompt_token_ids), metrics)
+        for index in range(params.n):
+            seq = Sequence(
+                request_id, index, self._num_arrived, prompt_token_ids, params, derive_seed(seed, index), metrics
+            )
+            self._num_arrived += 1
+            request.sequences.append(seq)
+            self.scheduler.add(seq)
+        self.requests[request_id] = request
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """Stop a request at once and free what it holds; None if it is unknown or finished already."""
+        if request_id not in self.requests:
+            return None
+        return self._close(self.requests[request_id], "abort", None)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the news of every request it touched; an exception fails only those requests."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        self._record_scheduled(batch)
+        try:
+            logits = self.runner.run(build_model_inputs(batch, self.config.device))
+            sampled = sample(logits, batch.sampled, self.eos_token_ids)
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(batch.sequences))
+            return self._fail(batch.sequences, f"{type(error).__name__}: {error}")
+        sequences = batch.sampled
+        self.scheduler.advance(batch)
+        outputs = self._postprocess(sequences, sampled)
+        if self._check_integrity:
+            self.scheduler.check_integrity()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            num_waiting=len(scheduler.waiting),
+            num_running=scheduler.slots.num_slots - scheduler.slots.num_free,
+            num_blocks=scheduler.blocks.num_blocks - 1,
+            num_free_blocks=scheduler.blocks.num_free,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+        )
+
+    def _record_scheduled(self, batch: ScheduledBatch) -> None:
+        if not batch.is_prefill:
+            return
+        now = time.monotonic()
+        self.num_prompt_tokens += sum(batch.num_tokens)
+        for seq in batch.sequences:
+            if seq.metrics.first_scheduled_time is None:
+                seq.metrics.first_scheduled_time = now
+
+    def _postprocess(self, sequences: list[Sequence], sampled: SamplerOutput) -> list[RequestOutput]:
+        """Append the new tokens, apply the stop conditions and collect the news per request."""
+        now = time.monotonic()
+        news: dict[str, RequestOutput] = {}
+        finished: list[Sequence] = []
+        invalid = [sequences[row] for row in sampled.invalid_rows]
+        for seq, token_id, logprob in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
+            if invalid and seq in invalid:
+                continue
+            seq.append(token_id, self.eos_token_ids, self.max_model_len)
+            self.num_output_tokens += 1
+            if seq.metrics.first_token_time is None:
+                seq.metrics.first_token_time = now
+            completion = CompletionOutput(
+                seq.index, [token_id], None if logprob is None else [logprob], seq.finish_reason, seq.stop_reason
+            )
+            output = news.get(seq.request_id)
+            if output is None:
+                prompt = self.requests[seq.request_id].prompt_token_ids
+                output = news[seq.request_id] = RequestOutput(seq.request_id, prompt, [], False, seq.metrics)
+            output.outputs.append(completion)
+            if seq.finish_reason is not None:
+                finished.append(seq)
+        if finished:
+            self.scheduler.remove(finished)
+            for request_id in {seq.request_id for seq in finished}:
+                if self.requests[request_id].finished:
+                    self.requests.pop(request_id).metrics.finished_time = now
+                    news[request_id].finished = True
+        for failure in self._fail(invalid, "the model returned logits that are not finite"):
+            if failure.request_id in news:
+                news[failure.request_id].merge(failure)
+            else:
+                news[failure.request_id] = failure
+        return list(news.values())
+
+    def _fail(self, sequences: list[Sequence], error: str) -> list[RequestOutput]:
+        """Finish every request that owns one of the sequences with reason "error"."""
+        request_ids = dict.fromkeys(seq.request_id for seq in sequences)
+        return [self._close(self.requests[request_id], "error", error) for request_id in request_ids]
+
+    def _close(self, request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
+        unfinished = [seq for seq in request.sequences if seq.finish_reason is None]
+        for seq in unfinished:
+            seq.finish_reason = reason
+        self.scheduler.remove(unfinished)
+        del self.requests[request.request_id]
+        request.metrics.finished_time = time.monotonic()
+        outputs = [CompletionOutput(seq.index, finish_reason=seq.finish_reason) for seq in unfinished]
+        return RequestOutput(request.request_id, request.prompt_token_ids, outputs, True, request.metrics, error)

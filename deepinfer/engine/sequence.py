@@ -1,0 +1,87 @@
+"""One token sequence in the engine, and the request that owns n of them."""
+
+from array import array
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from deepinfer.engine.state_slots import NULL_SLOT
+from deepinfer.outputs import FinishReason, RequestMetrics
+from deepinfer.params import SamplingParams
+
+
+class Sequence:
+    """Prompt and output tokens of one completion, and what it holds in the caches.
+
+    `token_ids` (int64) and `block_table` (int32) are arrays, not lists: batches copy them without boxing.
+    The cache holds the first `num_computed` tokens; the last token of a decoding sequence is not in it yet.
+    """
+
+    __slots__ = (
+        "request_id", "index", "arrival", "params", "seed", "metrics", "num_prompt_tokens", "token_ids",
+        "block_table", "state_slot", "num_computed", "finish_reason", "stop_reason",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        arrival: int,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        seed: int,
+        metrics: RequestMetrics,
+    ):
+        self.request_id = request_id
+        self.index = index
+        self.arrival = arrival
+        self.params = params
+        self.seed = seed
+        self.metrics = metrics
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.token_ids = array("q", prompt_token_ids)
+        self.block_table = array("i")
+        self.state_slot = NULL_SLOT
+        self.num_computed = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int, eos_token_ids: Collection[int], max_model_len: int) -> None:
+        """Add a generated token and set finish_reason if it ends the sequence."""
+        self.token_ids.append(token_id)
+        params, num_output = self.params, self.num_output_tokens
+        golden = params.golden_token_ids
+        if golden is None and num_output >= params.min_tokens:
+            if token_id in params.stop_token_ids:
+                self.finish_reason, self.stop_reason = "stop", token_id
+                return
+            if token_id in eos_token_ids and not params.ignore_eos:
+                self.finish_reason = "stop"
+                return
+        if (
+            num_output == params.max_tokens
+            or len(self.token_ids) >= max_model_len
+            or (golden is not None and num_output == len(golden))
+        ):
+            self.finish_reason = "length"
+
+
+@dataclass(slots=True)
+class Request:
+    """A request as the caller knows it: n sequences with one id."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    metrics: RequestMetrics
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(seq.finish_reason is not None for seq in self.sequences)

@@ -1,0 +1,74 @@
+"""What a step hands back. Every RequestOutput is a delta; `merge` joins consecutive ones."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log probability (natural log) of one generated token and of the most likely alternatives.
+
+    `top` holds (token id, logprob), most likely first. `logprob` is -inf for a token that force_topk left out.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds on the monotonic clock; None while the event has not happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """New tokens of one of the n completions of a request.
+
+    `stop_reason` is the token id or string that stopped it, None for end-of-sequence.
+    """
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    text: str = ""  # filled by the text layer
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What happened to one request since its previous output: only completions with news are listed.
+
+    `finished` is True once all n completions are; `error` says why when a finish reason is "error".
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: str | None = None
+
+    def merge(self, later: "RequestOutput") -> None:
+        """Append a later delta of the same request to this one."""
+        by_index = {output.index: output for output in self.outputs}
+        for new in later.outputs:
+            old = by_index.get(new.index)
+            if old is None:
+                self.outputs.append(new)
+                continue
+            old.token_ids.extend(new.token_ids)
+            if new.logprobs is not None:
+                old.logprobs = (old.logprobs or []) + new.logprobs
+            old.text += new.text
+            old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
+        self.finished, self.metrics, self.error = later.finished, later.metrics, later.error

@@ -1,0 +1,157 @@
+"""Sampling parameters of one request, validated when they are made."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose the tokens of one request, and when to stop.
+
+    Filters act in this order: penalties, logit_bias, min_tokens, force_topk, temperature, top_k, top_p, min_p.
+
+    Attributes:
+        max_tokens: most tokens to generate; None means up to the end of the context.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: keep the smallest set of most likely tokens whose mass reaches top_p.
+        top_k: keep the top_k most likely tokens; 0 or -1 keeps all.
+        min_p: drop tokens less likely than min_p times the most likely one.
+        presence_penalty: subtracted from the logit of every token already generated.
+        frequency_penalty: subtracted once per occurrence in the generated tokens.
+        repetition_penalty: divides positive (multiplies negative) logits of tokens seen in prompt or output.
+        seed: same seed, same draws, whatever else is in the batch; None picks one at random.
+        stop_token_ids: finish with reason "stop" after any of these.
+        ignore_eos: go on after an end-of-sequence token.
+        min_tokens: end-of-sequence and stop_token_ids are impossible before this many tokens.
+        logprobs: None, or the number of most likely tokens to report beside the chosen one.
+            They are log-softmax of the model's own logits, before penalties and temperature.
+        force_topk: restrict the softmax (and the logprobs) to this many largest logits.
+        golden_token_ids: teacher forcing: these tokens are "chosen" whatever the logits say, and generation
+            ends with the list (reason "length"); end-of-sequence tokens inside it do not stop.
+        n: number of independent completions; completion i draws from its own stream of `seed`.
+        logit_bias: token id -> value in [-100, 100] added to its logit.
+        stop: strings that end the output; applied by the text layer, the engine never sees text.
+
+    Raises:
+        ValueError: naming the field and the allowed values.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    force_topk: int | None = None
+    golden_token_ids: Sequence[int] | None = None
+    n: int = 1
+    logit_bias: Mapping[int, float] | None = None
+    stop: Sequence[str] = ()
+
+    # Derived once, because the sampler asks at every step.
+    is_greedy: bool = field(init=False, repr=False, compare=False)
+    has_penalties: bool = field(init=False, repr=False, compare=False)
+    edits_logits: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_float("temperature", self.temperature, 0.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_int("top_k", self.top_k, -1)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, low_open=True)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.force_topk is not None:
+            _check_int("force_topk", self.force_topk, 1)
+        _check_int("n", self.n, 1, MAX_N)
+        self._normalise("top_k", max(self.top_k, 0))
+        self._normalise("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.golden_token_ids is not None:
+            self._normalise("golden_token_ids", _token_ids("golden_token_ids", self.golden_token_ids))
+            if not self.golden_token_ids:
+                raise ValueError("golden_token_ids must not be empty")
+        self._normalise("logit_bias", _logit_bias(self.logit_bias))
+        self._normalise("stop", _stop_strings(self.stop))
+        self._normalise("is_greedy", self.temperature == 0 or self.golden_token_ids is not None)
+        has_penalties = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        self._normalise("has_penalties", has_penalties)
+        self._normalise("edits_logits", has_penalties or bool(self.logit_bias) or self.min_tokens > 0)
+
+    def _normalise(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError if a token id named by these parameters is outside [0, vocab_size)."""
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "golden_token_ids": self.golden_token_ids or (),
+            "logit_bias": self.logit_bias or (),
+        }
+        for name, token_ids in named.items():
+            for token_id in token_ids:
+                if token_id >= vocab_size:
+                    raise ValueError(f"{name}: token id {token_id} is outside the vocabulary [0, {vocab_size})")
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _check_float(name: str, value: object, low: float, high: float = math.inf, low_open: bool = False) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Written so that NaN and infinities never pass.
+    if not (ok and low <= value <= high and not (low_open and value == low)):  # type: ignore[operator]
+        allowed = f"{'>' if low_open else '>='} {low}" + ("" if high == math.inf else f" and <= {high}")
+        raise ValueError(f"{name} must be a finite number {allowed}, got {value!r}")
+
+
+def _token_ids(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence | set | frozenset):
+        raise ValueError(f"{name} must be a list of token ids, got {values!r}")
+    for value in values:
+        _check_int(name, value, 0)
+    return tuple(values)
+
+
+def _logit_bias(bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}")
+    for token_id, value in bias.items():
+        _check_int("logit_bias key", token_id, 0)
+        _check_float("logit_bias value", value, -100.0, 100.0)
+    return dict(bias)
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
+        raise ValueError(f"stop must be a non-empty string or a list of them, got {stop!r}")
+    return tuple(strings)

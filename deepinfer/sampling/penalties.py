@@ -1,0 +1,57 @@
+"""Edits of the logits that depend on a sequence's own tokens: penalties, logit_bias, min_tokens."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.sampling.types import SampledSequence
+
+
+def edit_logits(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: Collection[int]) -> Tensor:
+    """logits float32 [R, V] with the edits of each row's parameters: a copy, or `logits` itself if there are none.
+
+    Order: repetition, frequency and presence penalties, logit_bias, then min_tokens.
+    """
+    rows = [row for row, seq in enumerate(sequences) if seq.params.edits_logits]
+    if not rows:
+        return logits
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    penalised = [row for row in rows if sequences[row].params.has_penalties]
+    if penalised:
+        _apply_penalties(logits, penalised, sequences)
+    for row in rows:
+        params = sequences[row].params
+        if params.logit_bias:
+            token_ids = torch.tensor(list(params.logit_bias), device=logits.device)
+            logits[row, token_ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        if sequences[row].num_output_tokens < params.min_tokens:
+            banned = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+            logits[row, torch.tensor(sorted(banned), dtype=torch.int64, device=logits.device)] = -torch.inf
+    return logits
+
+
+def _apply_penalties(logits: Tensor, rows: list[int], sequences: Sequence[SampledSequence]) -> None:
+    """In place. Duplicated tokens need no counting: gathers write equal values, the frequency term accumulates."""
+    vocab_size = logits.shape[1]
+    flat = logits.view(-1)
+    histories = [np.frombuffer(sequences[row].token_ids, np.int64) + row * vocab_size for row in rows]
+    outputs = [h[sequences[row].num_prompt_tokens :] for row, h in zip(rows, histories, strict=True)]
+
+    def gathered(parts: list[np.ndarray], field: str) -> tuple[Tensor, Tensor]:
+        values = [getattr(sequences[row].params, field) for row in rows]
+        per_token = np.repeat(np.array(values, np.float32), [len(part) for part in parts])
+        index = torch.from_numpy(np.concatenate(parts)).to(logits.device)
+        return index, torch.from_numpy(per_token).to(logits.device)
+
+    if any(sequences[row].params.repetition_penalty != 1 for row in rows):
+        index, penalty = gathered(histories, "repetition_penalty")
+        seen = flat[index]
+        flat[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    if any(sequences[row].params.frequency_penalty != 0 for row in rows):
+        index, penalty = gathered(outputs, "frequency_penalty")
+        flat.index_add_(0, index, -penalty)
+    if any(sequences[row].params.presence_penalty != 0 for row in rows):
+        index, penalty = gathered(outputs, "presence_penalty")
+        flat[index] = flat[index] - penalty

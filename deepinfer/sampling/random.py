@@ -1,0 +1,27 @@
+"""Counter-based uniform draws: a function of (seed, counter) alone, so batch mates and preemption change nothing.
+
+The mixer is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+"""
+
+import numpy as np
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def uniforms(seeds: list[int], counters: list[int]) -> np.ndarray:
+    """float64 [n] in [0, 1), multiples of 2**-40 (so that u * total rounds below total)."""
+    state = _mix(np.array(seeds, np.uint64)) + np.array(counters, np.uint64) * np.uint64(_GOLDEN)
+    return (_mix(state) >> np.uint64(24)).astype(np.float64) * 2.0**-40
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed of the index-th stream under `seed`; stream 0 is `seed` itself."""
+    return seed if index == 0 else int(_mix(np.array([(seed ^ (index * _GOLDEN)) & _MASK], np.uint64))[0])
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = z + np.uint64(_GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
