@@ -5,11 +5,11 @@ Way in::
     tokenizer = Tokenizer.from_file("tokenizer.json")        # ValueError when a needed control token is missing
     prompt = render_chat(messages, tools, thinking=True)      # Chat Completions messages (dicts) -> Prompt
     prompt.text, prompt.control_ranges                        # str, ((start, end), ...) in code points
-    token_ids = encode_prompt(prompt, tokenizer)              # list[int]; client text can never become a control token
+    token_ids = encode_prompt(prompt, tokenizer)              # list[int]; client text never becomes a control token
 
-    request = convert_chat_request(body)                      # whole request body (dict, str or bytes) -> ConversationRequest
+    request = convert_chat_request(body)                      # a whole body (dict, str or bytes) -> ConversationRequest
     prompt = render(request.conversation, request.model_version)
-    request.inference                                         # InferenceOptions: max_tokens, temperature, top_p, seed, ...
+    request.inference                                         # InferenceOptions: max_tokens, temperature, top_p, ...
     request.parsing                                           # ParsingOptions for the way out
     request.stream                                            # bool
     # convert_responses_request(body) and convert_messages_request(body) do the same for the other two protocols
@@ -17,7 +17,7 @@ Way in::
 Way out::
 
     detokenizer = Detokenizer(tokenizer)
-    text = detokenizer.push(token_ids)                        # never ends inside a character; BOS, EOS and pad give no text
+    text = detokenizer.push(token_ids)                        # never ends inside a character; BOS, EOS, pad give none
     text += detokenizer.finish()                              # what is left at the end of the sequence
 
     parser = StreamParser(request.parsing)                    # or StreamParser(ParsingOptions(...))
@@ -40,7 +40,45 @@ Stop strings alone (plain completions): ``StopStrings(["END"]).push(text) -> (te
 
 Plain text without control tokens: ``tokenizer.encode_text(text)``, ``tokenizer.decode(token_ids)``.
 Control tokens by role: ``tokenizer.control_id("eos")`` (roles: control_tokens.CONTROL_TOKENS).
-Training dialogues: ``render_chat(messages, ..., add_generation_prompt=False)`` ends after the last closed turn (EOS).
+Training dialogues: ``render_chat(messages, ..., add_generation_prompt=False)`` ends after the last turn (EOS).
 
-Every refused request is a ValueError (RequestError, with ``param`` naming the field); nothing else is raised for bad input.
+Every refused request is a ValueError (RequestError, with ``param`` naming the field); bad input raises nothing else.
 """
+
+from deepinfer.recipe.chat_request import convert_chat_request, render_chat
+from deepinfer.recipe.conversation import Conversation, ImageSource, Message, ToolCall, ToolDefinition
+from deepinfer.recipe.detokenizer import Detokenizer
+from deepinfer.recipe.encoding import encode_prompt
+from deepinfer.recipe.errors import ConversionError, RequestError
+from deepinfer.recipe.prompt import Prompt
+from deepinfer.recipe.render import render
+from deepinfer.recipe.request import (
+    ConversationRequest,
+    ConversionOptions,
+    InferenceOptions,
+    OutputConstraint,
+    ParsingOptions,
+)
+from deepinfer.recipe.tokenizer import Tokenizer
+
+__all__ = [
+    "Conversation",
+    "ConversationRequest",
+    "ConversionError",
+    "ConversionOptions",
+    "Detokenizer",
+    "ImageSource",
+    "InferenceOptions",
+    "Message",
+    "OutputConstraint",
+    "ParsingOptions",
+    "Prompt",
+    "RequestError",
+    "Tokenizer",
+    "ToolCall",
+    "ToolDefinition",
+    "convert_chat_request",
+    "encode_prompt",
+    "render",
+    "render_chat",
+]

@@ -1,0 +1,128 @@
+"""Byte-level BPE tokenizer loaded from a tokenizer.json, with control tokens kept apart from ordinary text."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from deepinfer.recipe.control_tokens import CONTROL_TOKENS, REQUIRED_ROLES
+from deepinfer.recipe.conversation import ModelVersion
+
+
+class Tokenizer:
+    """Text to token IDs and back.
+
+    ``encode_text`` knows no added vocabulary, so no text can become a control token; control tokens are had by role
+    (``control_id``).  ``token_bytes[id]`` is what a token stands for: bytes of text, or the spelling of an added token.
+    """
+
+    def __init__(
+        self,
+        definition: Mapping[str, Any],
+        model_version: ModelVersion = "v4.1",
+        spelling: Mapping[str, str] | None = None,
+    ) -> None:
+        """Build from the parsed tokenizer.json.
+
+        ``spelling`` overrides CONTROL_TOKENS for roles that this file spells otherwise.  Raises ValueError when the
+        file is not a byte-level BPE tokenizer, or lacks a control token that prompts of ``model_version`` need.
+        """
+        if definition.get("model", {}).get("type", "BPE") != "BPE" or not _is_byte_level(definition.get("decoder")):
+            raise ValueError("tokenizer: model must be BPE with a ByteLevel decoder")
+        added = {token["content"]: int(token["id"]) for token in definition.get("added_tokens", [])}
+        vocabulary: dict[str, int] = definition["model"]["vocab"]
+        self.added_ids = frozenset(added.values())
+        self.control_ids = _find_control_ids(added, {**CONTROL_TOKENS, **(spelling or {})}, model_version)
+        self.roles = {token_id: role for role, token_id in self.control_ids.items()}
+        self.token_bytes = _token_bytes(vocabulary, added)
+        self.vocab_size = len(self.token_bytes)
+        self._plain = _plain_tokenizer(definition, added)
+
+    @classmethod
+    def from_file(
+        cls, path: str | Path, model_version: ModelVersion = "v4.1", spelling: Mapping[str, str] | None = None
+    ) -> "Tokenizer":
+        """Load a tokenizer.json.  Raises ValueError as ``Tokenizer`` does, or when the file cannot be read."""
+        try:
+            definition = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"tokenizer: cannot read {path}: {error}") from error
+        if not isinstance(definition, dict) or "vocab" not in definition.get("model", {}):
+            raise ValueError(f"tokenizer: {path} is not a tokenizer.json with a vocabulary")
+        return cls(definition, model_version, spelling)
+
+    def control_id(self, role: str) -> int:
+        """Token ID of a control token.  Raises ValueError when this tokenizer has none of that role."""
+        if role not in self.control_ids:
+            raise ValueError(f"tokenizer has no {role!r} token; it has {', '.join(self.control_ids)}")
+        return self.control_ids[role]
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token IDs of ordinary text; never an added token, whatever the text spells."""
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode_text`` of each, in parallel."""
+        return [encoding.ids for encoding in self._plain.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of token IDs, control tokens by their spelling, U+FFFD for bytes that are not UTF-8.
+
+        Raises ValueError for IDs outside the vocabulary.
+        """
+        return b"".join(self.bytes_of(token_id) for token_id in token_ids).decode("utf-8", errors="replace")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"token ID {token_id} is outside the vocabulary of {self.vocab_size}")
+        return self.token_bytes[token_id]
+
+
+def _is_byte_level(part: Mapping[str, Any] | None) -> bool:
+    if not part:
+        return False
+    return part.get("type") == "ByteLevel" or any(map(_is_byte_level, part.get("decoders", [])))
+
+
+def _find_control_ids(added: Mapping[str, int], spelling: Mapping[str, str], version: ModelVersion) -> dict[str, int]:
+    found = {role: added[text] for role, text in spelling.items() if text in added}
+    missing = [f"{role} ({spelling[role]})" for role in REQUIRED_ROLES[version] if role not in found]
+    if missing:
+        raise ValueError(f"tokenizer lacks control tokens that {version} prompts need: {', '.join(missing)}")
+    return found
+
+
+def _plain_tokenizer(definition: Mapping[str, Any], added: Mapping[str, int]) -> tokenizers.Tokenizer:
+    """The same tokenizer without its added tokens, also where the BPE vocabulary itself lists them."""
+    model = dict(definition["model"])
+    model["vocab"] = {text: token_id for text, token_id in model["vocab"].items() if text not in added}
+    plain = {**definition, "model": model, "added_tokens": [], "truncation": None, "padding": None}
+    plain["post_processor"] = None
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(plain))
+    except Exception as error:  # the library raises bare Exception, here also when a merge makes an added token
+        raise ValueError(f"tokenizer: cannot load without its added tokens: {error}") from error
+
+
+def _token_bytes(vocabulary: Mapping[str, int], added: Mapping[str, int]) -> list[bytes]:
+    """Bytes by token ID; IDs that the file leaves out stand for nothing."""
+    to_byte = {char: byte for byte, char in enumerate(_byte_characters())}
+    table = [b""] * (max([*vocabulary.values(), *added.values()], default=-1) + 1)
+    for text, token_id in vocabulary.items():
+        if text not in added:
+            try:
+                table[token_id] = bytes(to_byte[char] for char in text)
+            except KeyError:
+                raise ValueError(f"tokenizer: token {text!r} is not in byte-level spelling") from None
+    for text, token_id in added.items():
+        table[token_id] = text.encode("utf-8")
+    return table
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte value (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shifted = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]
