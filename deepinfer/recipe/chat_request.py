@@ -212,7 +212,7 @@ def _read_inference(raw: Json) -> InferenceOptions:
         limit = fields.optional(raw, "max_completion_tokens", fields.unsigned(32), "")
     count = fields.optional(raw, "n", fields.unsigned(8), "")
     if count == 0:
-        raise ConversionError("Invalid n value, n must be at least 1", "n")
+        raise ConversionError("Invalid n value, the valid range of n is [1, 255]", "n")
     return InferenceOptions(
         max_tokens=limit,
         temperature=fields.optional(raw, "temperature", fields.number, ""),

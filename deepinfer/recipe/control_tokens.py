@@ -28,6 +28,9 @@ CONTROL_TOKENS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# What the model writes itself to point into an image: control tokens again when an assistant turn comes back.
+GROUNDING_ROLES = ("ref", "ref_end", "box", "box_end", "point", "point_end", "polygon", "polygon_end")
+
 # Every prompt needs these; V4.1 writes a system token too.  The others are asked for when a prompt uses them.
 REQUIRED_ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

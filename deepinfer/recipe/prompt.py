@@ -3,11 +3,18 @@
 import re
 from dataclasses import dataclass, field
 
-from deepinfer.recipe.control_tokens import CONTROL_TOKENS
+from deepinfer.recipe.control_tokens import CONTROL_TOKENS, GROUNDING_ROLES
 from deepinfer.recipe.conversation import Content, ImageSource
 
-_TEMPLATE_ROLES = {CONTROL_TOKENS[role]: role for role in ("think_start", "think_end", "dsml")}
-_TEMPLATE_TOKEN = re.compile("(" + "|".join(re.escape(text) for text in _TEMPLATE_ROLES) + ")")
+_ROLE_OF = {text: role for role, text in CONTROL_TOKENS.items()}
+
+
+def _pattern(roles: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("(" + "|".join(re.escape(CONTROL_TOKENS[role]) for role in roles) + ")")
+
+
+_TEMPLATE_TOKEN = _pattern(("think_start", "think_end", "dsml"))
+_GROUNDING_TOKEN = _pattern(GROUNDING_ROLES)
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,19 @@ class PromptWriter:
 
     def template(self, text: str) -> None:
         """Fixed text of ours: DSML marks and think tags in it are control tokens."""
-        for piece in _TEMPLATE_TOKEN.split(text):
-            if piece in _TEMPLATE_ROLES:
-                self.control(_TEMPLATE_ROLES[piece])
+        self._split(text, _TEMPLATE_TOKEN)
+
+    def assistant_text(self, text: str) -> None:
+        """Answer or reasoning of the history: only the tokens that point into images are control tokens in it.
+
+        They mark regions and cannot open or close a turn, so a forged one deceives nobody.
+        """
+        self._split(text, _GROUNDING_TOKEN)
+
+    def _split(self, text: str, tokens: re.Pattern[str]) -> None:
+        for i, piece in enumerate(tokens.split(text)):
+            if i % 2:
+                self.control(_ROLE_OF[piece])
             else:
                 self.text(piece)
 

@@ -113,11 +113,12 @@ def _write_assistant(
     writer.control("assistant")
     if conversation.thinking and (conversation.tools_in_force or message.prefix):
         writer.control("think_start")
-        writer.text(message.reasoning_content or "")
+        writer.assistant_text(message.reasoning_content or "")
         if message.prefix and not message.content:
             return  # the model goes on with the reasoning
     writer.control("think_end")
-    writer.content(message.content)
+    if isinstance(message.content, str):  # converters refuse images here
+        writer.assistant_text(message.content)
     if message.tool_calls:
         write_tool_calls(writer, message.tool_calls, DSML_STYLES[version])
     if not message.prefix:

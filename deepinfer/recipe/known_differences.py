@@ -1,0 +1,24 @@
+"""Vectors of the public library whose weaker answer we do not repeat, each with the reason (recipe spec, 6).
+
+A vector that is not named here must agree in every field.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Difference:
+    """``fields``: what of the vector is not compared; ``supported``: the library refuses this request, we accept it."""
+
+    reason: str
+    fields: tuple[str, ...] = ()
+    supported: bool = False
+
+
+RENDER_DIFFERENCES: dict[str, Difference] = {
+    "chat_developer_role": Difference("developer is a system message under its newer name", supported=True),
+    "chat_n_0": Difference("refused in words that do not claim that only n = 1 works", fields=("message",)),
+    "chat_n_2": Difference("several choices are supported", supported=True),
+}
+
+PARSE_DIFFERENCES: dict[str, Difference] = {}
