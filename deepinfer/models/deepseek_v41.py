@@ -1,0 +1,171 @@
+"""DeepSeek-V4.1 as the engine runs it: flattened rows of many sequences against paged and state caches.
+
+The equations are those of `models/reference.py`; this file says in which order, and the layers say how. Weights are
+taken out of the loaded dict one by one, so that fusing them does not hold two copies of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.config.model import LayerPlan, ModelConfig
+from deepinfer.kernels import ops
+from deepinfer.models.caches import BlockCache, Caches, StateCache, block_bytes
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.layers.attention import Attention
+from deepinfer.models.layers.compressor import Compressor
+from deepinfer.models.layers.engram import Engram, EngramHash, advance_history
+from deepinfer.models.layers.hyper_connection import HCLazyPostData, HyperConnection, hc_enter
+from deepinfer.models.layers.indexer import Indexer, Sharing
+from deepinfer.models.layers.moe import MoE
+from deepinfer.models.layers.step import StepMetadata
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block of the backbone."""
+
+    plan: LayerPlan
+    engram: Engram | None
+    attention_hc: HyperConnection
+    attention: Attention
+    ffn_hc: HyperConnection
+    ffn: MoE
+
+
+class DeepseekV41:
+    """The text model. `forward` reads and writes the caches that `allocate_caches` makes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        token_map: Tensor | None = None,
+        quantize_activations: bool = False,
+    ) -> None:
+        """Take over `weights` (emptied on return: the model holds the only copy).
+
+        Args:
+            weights: in-memory weights (see models/loader.py); embed.weight's dtype is the dtype of the computation.
+            token_map: int64 [vocab], the Engram compressed token map; needed when the config has Engram layers.
+            quantize_activations: round the activations of FP8 and FP4 linears to FP8, as the released model does.
+        """
+        if config.engram_layer_ids and token_map is None:
+            raise ValueError("token_map: needed, the config has engram_layer_ids")
+        self.config = config
+        self.quantize_activations = quantize_activations
+        self.embed = weights.pop("embed.weight")
+        self.norm = weights.pop("norm.weight")
+        self.dtype, self.device = self.embed.dtype, self.embed.device
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.head = weights.pop("head.weight").to(self.wide)
+        self.token_map = None if token_map is None else token_map.to(self.device, torch.int64)
+        self.layers = [build_layer(weights, plan, config, self.token_map) for plan in config.layers]
+        weights.clear()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:
+        """Bytes that one cache block takes in all layers."""
+        return block_bytes(self.config, block_size, cache_dtype)
+
+    def allocate_caches(self, num_blocks: int, block_size: int, num_slots: int, cache_dtype: torch.dtype) -> Caches:
+        """Zeroed caches; `num_blocks` and `num_slots` include the null block and the null slot."""
+        return Caches(
+            BlockCache.allocate(self.config, num_blocks, block_size, cache_dtype, self.device),
+            StateCache.allocate(self.config, num_slots, cache_dtype, self.wide, self.device),
+        )
+
+    @torch.inference_mode()
+    def forward(self, inputs: ModelInputs, caches: Caches) -> Tensor:
+        """One step -> logits, at least float32 [R, vocab], of `inputs.logits_rows`."""
+        config = self.config
+        step = StepMetadata.build(inputs, config, caches.blocks.block_size, self.dtype)
+        sharing = Sharing()
+        ngrams = None if self.token_map is None else advance_history(self.token_map, step, caches)
+        e = F.embedding(inputs.token_ids, self.embed)
+        lazy = HCLazyPostData(e.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous())
+        p_prev = torch.zeros(e.shape[0], config.hc_mult, dtype=self.wide, device=self.device)
+        p_prev[:, 0] = 1.0
+        for layer in self.layers:
+            if layer.engram is not None and ngrams is not None:
+                lazy = HCLazyPostData(
+                    layer.engram.forward(lazy.materialize(), ngrams, config, self.quantize_activations)
+                )
+            x, pre, lazy = hc_enter(lazy, p_prev, layer.attention_hc, config)
+            y = layer.attention.forward(x, config, step, caches, sharing, self.quantize_activations)
+            x, p_prev, lazy = hc_enter(lazy.with_output(y), pre, layer.ffn_hc, config)
+            lazy = lazy.with_output(layer.ffn.forward(x, config, self.quantize_activations))
+        return self._logits(lazy.rows(inputs.logits_rows), p_prev[inputs.logits_rows])
+
+    def _logits(self, lazy: HCLazyPostData, p_prev: Tensor) -> Tensor:
+        h = lazy.materialize().to(self.wide)
+        y = ops.rms_norm((p_prev.unsqueeze(-1) * h).sum(1).to(self.dtype), self.norm, self.config.rms_norm_eps)
+        return F.linear(y.to(self.wide), self.head)
+
+
+def build_layer(weights: dict[str, Tensor], plan: LayerPlan, config: ModelConfig, token_map: Tensor | None) -> Layer:
+    """Take the tensors of one layer out of `weights` and fuse those that share an input."""
+    name = f"layers.{plan.layer_id}"
+    wide = torch.promote_types(weights[f"{name}.attn.wq_b.weight"].dtype, torch.float32)
+
+    def take(key: str) -> Tensor:
+        return weights.pop(f"{name}.{key}")
+
+    def hyper_connection(part: str) -> HyperConnection:
+        fn, base, scale = (take(f"hc_{part}_{key}").to(wide) for key in ("fn", "base", "scale"))
+        return HyperConnection(fn, base, scale, take(f"{part}_norm.weight"))
+
+    engram = None
+    if plan.has_engram and token_map is not None:
+        pad = int(token_map[config.engram_pad_token_id])
+        engram = Engram(
+            EngramHash.build(config, plan.layer_id, pad, token_map.device),
+            take("engram.embed.weight"),
+            take("engram.wkv.weight"),
+            take("engram.q_weight").to(wide) * take("engram.k_weight").to(wide),
+        )
+    compressor = None
+    if plan.is_kv_source:
+        wkv = take("attn.compressor.wkv.weight")
+        if plan.compress_ratio > 1:
+            wkv = torch.cat((wkv, take("attn.compressor.wgate.weight")))
+        compressor = Compressor(
+            plan.layer_id,
+            plan.compress_ratio,
+            wkv,
+            take("attn.compressor.norm.weight"),
+            take("attn.indexer.wk.weight"),
+            take("attn.indexer.k_norm.weight"),
+            config.rms_norm_eps,
+        )
+    indexer = None
+    if plan.is_index_source:
+        indexer = Indexer(plan, take("attn.indexer.wq_b.weight"), take("attn.indexer.weights_proj.weight"))
+    attention = Attention(
+        plan,
+        torch.cat((take("attn.wq_a.weight"), take("attn.wkv.weight"))),
+        take("attn.q_norm.weight"),
+        take("attn.wq_b.weight"),
+        take("attn.kv_norm.weight"),
+        take("attn.attn_sink"),
+        take("attn.wo_a.weight").unflatten(0, (config.o_groups, config.o_lora_rank)),
+        take("attn.wo_b.weight"),
+        compressor,
+        indexer,
+    )
+    ffn = MoE(
+        take("ffn.gate.weight").to(wide),
+        take("ffn.gate.bias").to(wide),
+        torch.cat((take("ffn.experts.w1.weight"), take("ffn.experts.w3.weight")), dim=1),
+        take("ffn.experts.w2.weight"),
+        torch.cat((take("ffn.shared_experts.w1.weight"), take("ffn.shared_experts.w3.weight"))),
+        take("ffn.shared_experts.w2.weight"),
+    )
+    return Layer(plan, engram, hyper_connection("attn"), attention, hyper_connection("ffn"), ffn)

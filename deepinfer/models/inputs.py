@@ -1,0 +1,32 @@
+"""ModelInputs: all a forward step is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ModelInputs:
+    """S sequences with N query tokens, flattened in sequence order; R rows want logits.
+
+    Attributes:
+        is_prefill: False means exactly one token a sequence.
+        token_ids: int64 [N].
+        positions: int64 [N], position of each token in its sequence.
+        query_start: int32 [S + 1], prefix sums of the tokens a sequence contributes.
+        context_lens: int32 [S], tokens in the cache after this step.
+        block_tables: int32 [S, max_blocks], padded with the null block 0.
+        state_slots: int32 [S].
+        logits_rows: int64 [R], rows of the flattened tokens whose logits are wanted.
+    """
+
+    is_prefill: bool
+    token_ids: Tensor
+    positions: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    state_slots: Tensor
+    logits_rows: Tensor

@@ -1,0 +1,87 @@
+"""CSA2 attention of one layer: sliding window plus selected compressed KV in one softmax (spec: model, section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.config.model import LayerPlan, ModelConfig
+from deepinfer.kernels import ops
+from deepinfer.kernels.ops import RowFormat
+from deepinfer.models.caches import Caches
+from deepinfer.models.layers.compressor import Compressor
+from deepinfer.models.layers.indexer import Indexer, Sharing
+from deepinfer.models.layers.linear import quantized_linear
+from deepinfer.models.layers.step import StepMetadata
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Weights of one layer's attention."""
+
+    plan: LayerPlan
+    wq_a_wkv: Tensor  # [q_lora_rank + d, D]: both read the layer input
+    q_norm: Tensor
+    wq_b: Tensor  # [H * d, q_lora_rank]
+    kv_norm: Tensor
+    sink: Tensor  # [H]
+    wo_a: Tensor  # [groups, o_lora_rank, H / groups * d]
+    wo_b: Tensor  # [D, groups * o_lora_rank]
+    compressor: Compressor | None  # KV sources
+    indexer: Indexer | None  # index sources
+
+    def forward(
+        self,
+        y: Tensor,
+        config: ModelConfig,
+        step: StepMetadata,
+        caches: Caches,
+        sharing: Sharing,
+        quantize_activations: bool,
+    ) -> Tensor:
+        """y [N, D], mixed and normed -> [N, D]."""
+        plan, eps = self.plan, config.rms_norm_eps
+        rotation = step.rotations[plan.compress_ratio > 0]
+        qr, kv = quantized_linear(y, self.wq_a_wkv, quantize_activations).split((config.q_lora_rank, config.head_dim), -1)
+        qr = ops.rms_norm(qr, self.q_norm, eps)
+        q = quantized_linear(qr, self.wq_b, quantize_activations).unflatten(-1, (config.num_attention_heads, -1))
+        q = ops.rope(q, rotation.cos, rotation.sin, False)
+        kv = ops.rms_norm(kv, self.kv_norm, eps)
+        kv = ops.rope(kv.unsqueeze(1), rotation.cos, rotation.sin, False).squeeze(1)
+
+        if self.compressor is not None:
+            self.compressor.forward(y, step, caches)
+        if self.indexer is not None:
+            self.indexer.forward(y, qr, config, step, caches, sharing, quantize_activations)
+        latents = caches.blocks.latents[plan.kv_owner] if plan.compress_ratio else None
+        selected = sharing.selected_slots if plan.compress_ratio else None
+        o = self._attend(q, kv, latents, selected, step, caches, config)
+
+        o = ops.rope(o, rotation.cos, rotation.sin, True)
+        grouped = o.flatten(1).unflatten(-1, (config.o_groups, -1)).transpose(0, 1)  # [groups, N, H / groups * d]
+        a = torch.bmm(grouped, self.wo_a.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return quantized_linear(a, self.wo_b, quantize_activations)
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        latents: Tensor | None,
+        selected: Tensor | None,
+        step: StepMetadata,
+        caches: Caches,
+        config: ModelConfig,
+    ) -> Tensor:
+        """Window rows kv [N, d] go to the ring; attention reads the ring (decode) or a prefill buffer."""
+        ring, window = caches.state.rings[self.plan.layer_id], step.window
+        scale = config.head_dim**-0.5
+        if window.from_ring:
+            ops.store_rows(ring, window.stored_slots, kv, RowFormat.FP8)
+            return ops.sparse_attention(q, ring, window.slots, latents, selected, self.sink, scale)
+        previous = ops.load_rows(ring, window.previous_slots, RowFormat.FP8, config.head_dim, kv.dtype)
+        buffer = torch.cat((previous, ops.round_trip_rows(kv, ring, RowFormat.FP8))).unsqueeze(0)
+        o = ops.sparse_attention(q, buffer, window.slots, latents, selected, self.sink, scale)
+        ops.store_rows(ring, window.stored_slots, kv[window.stored_rows], RowFormat.FP8)
+        return o
