@@ -5,6 +5,8 @@ from pathlib import Path
 
 import typer
 
+from deepinfer.commands.options import examples
+
 app = typer.Typer(help="Measure this machine, and print what was measured.", no_args_is_help=True)
 
 
@@ -19,14 +21,14 @@ _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command(
     context_settings=_FORWARD,
     add_help_option=False,
-    epilog="Example:  [bold]deepinfer bench throughput[/]",
+    epilog=examples("deepinfer bench throughput"),
 )
 def throughput(context: typer.Context) -> None:
     """Tokens per second of the engine, beside `transformers` on a model of the same shape."""
     _run("throughput", context.args)
 
 
-@app.command(epilog="Examples:  [bold]deepinfer bench report[/]  ·  [bold]deepinfer bench report throughput --update[/]")
+@app.command(epilog=examples("deepinfer bench report", "deepinfer bench report throughput --update"))
 def report(
     area: str = typer.Argument("all", help="File name in benchmarks/results without .json, or `all`."),
     results: Path = typer.Option(Path("benchmarks/results"), help="Folder of the result files."),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import typer
 
+from deepinfer.commands import options
 from deepinfer.commands.units import format_bytes
 
 CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "asimd", "sve")
@@ -22,7 +23,7 @@ SUPPORTED_TORCH = ((2, 11), (2, 14))
 
 @dataclass
 class Check:
-    """One line of the report.  `state` is "ok", "no" (absent, something else is used instead) or "fail" (cannot run)."""
+    """One line of the report.  `state`: "ok", "no" (absent, something else is used instead) or "fail" (cannot run)."""
 
     group: str
     name: str
@@ -32,7 +33,7 @@ class Check:
 
 def register(app: typer.Typer) -> None:
     app.command(
-        epilog="Examples:  [bold]deepinfer doctor[/]  ·  [bold]deepinfer doctor --json[/]",
+        epilog=options.examples("deepinfer doctor", "deepinfer doctor --json"),
     )(doctor)
 
 
@@ -151,7 +152,8 @@ def check_torch() -> Iterator[Check]:
     supported = SUPPORTED_TORCH[0] <= numbers < SUPPORTED_TORCH[1]
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
     detail = f"{version}, {build}, {torch.get_num_threads()} threads"
-    yield Check("torch", "PyTorch", "ok" if supported else "fail", detail + ("" if supported else "; needs >=2.11,<2.14"))
+    detail += "" if supported else "; needs >=2.11,<2.14"
+    yield Check("torch", "PyTorch", "ok" if supported else "fail", detail)
 
 
 def check_gpu() -> Iterator[Check]:

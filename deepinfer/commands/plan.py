@@ -5,13 +5,16 @@ from dataclasses import asdict
 
 import typer
 
+from deepinfer.commands import options
 from deepinfer.commands.units import format_bytes, parse_bytes, parse_count
 
 
 def register(app: typer.Typer) -> None:
     app.command(
-        epilog="Examples:  [bold]deepinfer plan nano --gpus 1[/]  ·  "
-        "[bold]deepinfer plan ./DeepSeek-V4.1-Flash --gpus 8 --gpu-memory 141GB --context 32k[/]",
+        epilog=options.examples(
+            "deepinfer plan nano --gpus 1",
+            "deepinfer plan ./DeepSeek-V4.1-Flash --gpus 8 --gpu-memory 141GB --context 32k",
+        ),
     )(plan)
 
 

@@ -36,6 +36,21 @@ async def read_json(request: Request) -> dict[str, Any]:
     return body
 
 
+def request_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI description of a body that `validate` checks, for the route's `openapi_extra`."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inline(node: Any) -> Any:  # OpenAPI resolves references from its own root, where these are not
+        if isinstance(node, dict):
+            if "$ref" in node:
+                return inline(definitions[node["$ref"].rsplit("/", 1)[1]])
+            return {key: inline(value) for key, value in node.items()}
+        return [inline(value) for value in node] if isinstance(node, list) else node
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}
+
+
 def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 

@@ -9,6 +9,8 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from deepinfer.errors import EngineStoppedError
+
 logger = logging.getLogger("deepinfer.server")
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -66,6 +68,10 @@ def install_handlers(app: FastAPI) -> None:
         else:
             message = str(error.detail)
         return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)
+
+    @app.exception_handler(EngineStoppedError)
+    async def engine_stopped(request: Request, error: EngineStoppedError) -> JSONResponse:
+        return JSONResponse(error_body(str(error), 503), 503)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -57,6 +57,14 @@ class Metrics:
         metric = Histogram(f"deepinfer:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
         return metric.labels(self.model_name)
 
+    def admit(self, prompt_tokens: int, n: int, max_tokens: int | None) -> None:
+        """Count one prompt that passed all checks."""
+        self.prompt_tokens.inc(prompt_tokens)
+        self.request_prompt_tokens.observe(prompt_tokens)
+        self.params_n.observe(n)
+        if max_tokens is not None:
+            self.params_max_tokens.observe(max_tokens)
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
 

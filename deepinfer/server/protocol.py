@@ -89,6 +89,11 @@ class SamplingRequest(BaseModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def continuous_usage(self) -> bool:
+        """vLLM's extension: usage so far in every chunk."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def stop_strings(self) -> list[str]:
         """Raises ValueError for an empty stop string or more than MAX_STOP."""
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
@@ -135,6 +140,7 @@ class CompletionRequest(SamplingRequest):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool | None = None
+    add_special_tokens: bool | None = None  # False leaves out the begin-of-sequence token before text prompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
@@ -145,6 +151,7 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
 

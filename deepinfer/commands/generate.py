@@ -1,0 +1,124 @@
+"""`deepinfer generate`: raw continuation of a text, streamed to the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deepinfer.commands import options
+
+if TYPE_CHECKING:
+    from deepinfer.outputs import TokenLogprob
+    from deepinfer.params import SamplingParams
+    from deepinfer.server.text_engine import TextEngine
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        epilog=options.examples(
+            "deepinfer generate 'Once upon a time'",
+            "echo 'The lighthouse' | deepinfer generate - -t 0 --max-tokens 50",
+            "deepinfer generate --ids 'One, two,'",
+            "deepinfer generate --logprobs 3 --max-tokens 5 'One, two,'",
+        ),
+    )(generate)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; `-` reads it from standard input.")],
+    model: options.Model = "nano",
+    ids: Annotated[bool, typer.Option("--ids", help="Print token IDs instead of text.")] = False,
+    prompt_ids: Annotated[bool, typer.Option("--prompt-ids", help="The prompt is token IDs, comma-separated.")] = False,
+    max_tokens: options.MaxTokens = 200,
+    temperature: options.Temperature = 1.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
+    ignore_eos: options.IgnoreEos = False,
+    min_tokens: options.MinTokens = 0,
+    logprobs: options.Logprobs = None,
+    logit_bias: options.LogitBias = None,
+    force_topk: options.ForceTopk = None,
+    golden_token_ids: options.GoldenTokenIds = None,
+    n: options.N = 1,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    cache_memory: options.CacheMemory = None,
+) -> None:
+    """Continue a text, without a chat prompt around it.  Streams to the terminal."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise ValueError("prompt must not be empty")
+    params = options.make_sampling_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_id,
+        ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+        logit_bias=logit_bias,
+        force_topk=force_topk,
+        golden_token_ids=golden_token_ids,
+        n=n,
+    )
+    config = options.make_engine_config(
+        max_model_len=max_model_len,
+        kv_cache_dtype=kv_cache_dtype,
+        dtype=dtype,
+        device=device,
+        cache_memory=cache_memory,
+    )
+    from deepinfer.server.text_engine import load_text_engine
+
+    engine = load_text_engine(model, config)
+    try:
+        token_ids = options.parse_token_ids(text, "prompt") if prompt_ids else engine.encode(text)
+        asyncio.run(_print_answers(engine, token_ids, params, ids))
+    finally:
+        engine.engine.close()
+
+
+async def _print_answers(engine: TextEngine, prompt: list[int], params: SamplingParams, ids: bool) -> None:
+    """The answers one after another, each as it is generated."""
+    from dataclasses import replace
+
+    for number in range(params.n):
+        if params.n > 1:
+            print(f"{'' if number == 0 else chr(10)}--- {number + 1} of {params.n}")
+        seed = None if params.seed is None else params.seed + number
+        async for delta in engine.stream(prompt, replace(params, n=1, seed=seed), params.stop):
+            if params.logprobs is not None:
+                for item in delta.logprobs:
+                    print(_logprob_line(engine, item))
+            elif ids:
+                print("".join(f"{token_id} " for token_id in delta.token_ids), end="", flush=True)
+            else:
+                print(delta.text, end="", flush=True)
+        print()
+
+
+def _logprob_line(engine: TextEngine, item: TokenLogprob) -> str:
+    def show(token_id: int, logprob: float) -> str:
+        text = engine.tokenizer.decode([token_id])
+        return f"{token_id} {text!r} {logprob:.4f} ({math.exp(logprob):.1%})"
+
+    return "  |  ".join([show(item.token_id, item.logprob), *(show(*candidate) for candidate in item.top)])

@@ -1,0 +1,108 @@
+"""`deepinfer serve`: the HTTP server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepinfer.commands import options
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        epilog=options.examples(
+            "deepinfer serve",
+            "deepinfer serve --model nano --port 8000 --api-key secret --max-model-len 2K",
+            "deepinfer serve --config server.yaml",
+        ),
+    )(serve)
+
+
+def load_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the file's values the defaults, so that options on the command line win over it."""
+    if path is None or context.resilient_parsing:
+        return path
+    known = {parameter.name for parameter in context.command.params}
+    values = {name.replace("-", "_"): value for name, value in read_config(path).items()}
+    for name in values:
+        if name not in known:
+            raise ValueError(f"--config {path}: unknown option {name!r}; known are {', '.join(sorted(known - {None}))}")
+    context.default_map = {**(context.default_map or {}), **values}
+    return path
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Option names and values from a .yaml, .json or .toml file.  Raises ValueError naming the file."""
+    text = path.read_text()
+    try:
+        if path.suffix == ".toml":
+            import tomllib
+
+            values: Any = tomllib.loads(text)
+        elif path.suffix == ".json":
+            values = json.loads(text)
+        else:
+            import yaml
+
+            values = yaml.safe_load(text)
+    except ImportError:
+        raise ValueError(f"--config {path}: reading YAML needs the package pyyaml; .json and .toml do not") from None
+    except Exception as error:
+        raise ValueError(f"--config {path}: cannot be parsed: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path}: must hold option names and values")
+    return values
+
+
+def serve(
+    model: options.Model = "nano",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: the model's.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="DEEPINFER_API_KEY", help="Key that clients must send; may be repeated.")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    config: Annotated[
+        Path | None,
+        typer.Option(callback=load_config, is_eager=True, exists=True, dir_okay=False, help="YAML, JSON or TOML file."),
+    ] = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    prefill_chunk_size: options.PrefillChunkSize = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    num_blocks: options.NumBlocks = None,
+    cache_memory: options.CacheMemory = None,
+) -> None:
+    """Serve a model over HTTP with OpenAI's Chat Completions and Completions API."""
+    levels = ("critical", "error", "warning", "info", "debug")
+    if log_level not in levels:
+        raise ValueError(f"--log-level must be one of {', '.join(levels)}, got {log_level!r}")
+    engine_config = options.make_engine_config(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefill_chunk_size=prefill_chunk_size,
+        kv_cache_dtype=kv_cache_dtype,
+        dtype=dtype,
+        device=device,
+        num_blocks=num_blocks,
+        cache_memory=cache_memory,
+    )
+    from deepinfer.server.launch import run_server
+
+    run_server(
+        model,
+        engine_config,
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        api_keys=tuple(api_key or ()),
+        log_level=log_level,
+    )

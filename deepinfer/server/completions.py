@@ -1,0 +1,153 @@
+"""POST /v1/completions: raw text continuation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from deepinfer.outputs import TokenLogprob
+from deepinfer.server.body import read_json, request_schema, validate
+from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.server.logprobs import completion_logprobs, token_text
+from deepinfer.server.protocol import CompletionRequest
+from deepinfer.server.state import ServerState, server_state, start_sequences
+from deepinfer.server.streams import event_stream, merge
+from deepinfer.server.text_engine import TextDelta
+from deepinfer.server.usage import usage_body
+
+router = APIRouter()
+MAX_PROMPTS = 256
+
+
+@router.post("/v1/completions", openapi_extra=request_schema(CompletionRequest))
+async def create_completion(request: Request) -> Response:
+    arrival = time.monotonic()
+    state = server_state(request)
+    body = validate(CompletionRequest, await read_json(request))
+    state.check_model(body.model)
+    try:
+        prompts = encode_prompts(state, body)
+        params = body.sampling_params(body.max_tokens, body.logprobs)
+        stop = body.stop_strings
+    except ValueError as error:
+        raise from_value_error(error) from None
+    if body.echo and body.logprobs is not None:
+        raise ApiError("echo with logprobs is not supported: prompt tokens have no log-probabilities", param="echo")
+    n = body.n or 1
+    streams = start_sequences(state, prompts, params, n, stop, arrival, "prompt")
+    answer = Answer(state, body, [Choice(index, prompts[index // n]) for index in range(len(streams))])
+    deltas = merge(request, streams)
+    if body.stream:
+        return event_stream(answer.chunks(deltas))
+    async for index, delta in deltas:
+        answer.choices[index].add(delta)
+    return JSONResponse(answer.body())
+
+
+def encode_prompts(state: ServerState, body: CompletionRequest) -> list[list[int]]:
+    """`prompt` as token IDs: a text, token IDs, or a list of either."""
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompt = [prompt]
+    if not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise ApiError(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt")
+    add_bos = body.add_special_tokens is not False
+    encoded = [state.text.encode(one, add_bos) if isinstance(one, str) else one for one in prompt]
+    if "" in prompt:
+        raise ApiError("prompt must not be empty", param="prompt")
+    return encoded
+
+
+@dataclass
+class Choice:
+    """One sequence of the answer: what came so far."""
+
+    index: int
+    prompt: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    offset: int = 0  # characters of the tokens so far, for text_offset
+
+    def add(self, delta: TextDelta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class Answer:
+    """The response object, whole or in chunks."""
+
+    def __init__(self, state: ServerState, body: CompletionRequest, choices: list[Choice]):
+        self.state, self.request, self.choices = state, body, choices
+        self.head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": state.text.name,
+        }
+
+    def body(self) -> dict[str, Any]:
+        choices = [self._choice(choice, self._echo(choice) + choice.text, choice) for choice in self.choices]
+        return self.head | {"choices": choices, "usage": self.usage()}
+
+    async def chunks(self, deltas: AsyncGenerator[tuple[int, TextDelta], None]) -> AsyncGenerator[dict[str, Any], None]:
+        started: set[int] = set()
+        try:
+            async for index, delta in deltas:
+                choice = self.choices[index]
+                text = delta.text if index in started else self._echo(choice) + delta.text
+                first = index not in started
+                started.add(index)
+                choice.add(delta)
+                chunk = self.head | {"choices": [self._choice(choice, text, delta, first)]}
+                if self.request.include_usage:
+                    chunk["usage"] = None
+                if self.request.continuous_usage:
+                    chunk["usage"] = self.usage()
+                yield chunk
+        finally:
+            await deltas.aclose()
+        if self.request.include_usage:
+            yield self.head | {"choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        prompts = {id(choice.prompt): len(choice.prompt) for choice in self.choices}  # a prompt counts once for its n
+        return usage_body(sum(prompts.values()), sum(len(choice.token_ids) for choice in self.choices))
+
+    def _echo(self, choice: Choice) -> str:
+        if not self.request.echo:
+            return ""
+        prompt = self.request.prompt
+        if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
+            prompt = prompt[choice.index // (self.request.n or 1)]
+        if isinstance(prompt, str):
+            return prompt
+        return "".join(token_text(self.state.text.tokenizer, token_id) for token_id in choice.prompt)
+
+    def _choice(self, choice: Choice, text: str, news: Choice | TextDelta, first: bool = True) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs is not None:
+            logprobs = completion_logprobs(self.state.text.tokenizer, news.logprobs, choice.offset)
+            choice.offset += sum(map(len, logprobs["tokens"]))
+        body: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": news.finish_reason,
+            "stop_reason": news.stop_reason,
+        }
+        if self.request.return_token_ids:
+            body["token_ids"] = news.token_ids
+            if first:
+                body["prompt_token_ids"] = choice.prompt
+        return body

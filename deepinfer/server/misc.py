@@ -1,0 +1,62 @@
+"""Models, health, version and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from deepinfer import __version__
+from deepinfer.server.errors import error_body
+from deepinfer.server.state import ServerState, server_state
+
+router = APIRouter()
+
+
+def model_card(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.text.name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "deepinfer",
+        "max_model_len": state.text.max_model_len,
+    }
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [model_card(server_state(request))]}
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> dict[str, Any]:
+    state = server_state(request)
+    state.check_model(name)
+    return model_card(state)
+
+
+@router.get("/health")
+@router.get("/ping")
+@router.post("/ping")
+async def health(request: Request) -> Response:
+    """200 while the engine's thread runs; 503 once it has died."""
+    if not server_state(request).text.engine.is_running:
+        return JSONResponse(error_body("the engine is not running", 503), 503)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    state = server_state(request)
+    stats = state.text.engine.stats()
+    state.metrics.running.set(stats.num_running)
+    state.metrics.waiting.set(stats.num_waiting)
+    state.metrics.cache_usage.set(1 - stats.num_free_blocks / stats.num_blocks)
+    return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)

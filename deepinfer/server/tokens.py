@@ -1,0 +1,64 @@
+"""POST /tokenize, /detokenize and /v1/chat/completions/render: what the model would see, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from deepinfer.server.body import read_json, request_schema, validate
+from deepinfer.server.chat import prepare_chat
+from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.server.logprobs import token_text
+from deepinfer.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from deepinfer.server.state import server_state
+
+router = APIRouter()
+
+
+@router.post("/tokenize", openapi_extra=request_schema(TokenizeRequest))
+async def tokenize(request: Request) -> dict[str, Any]:
+    state = server_state(request)
+    raw = await read_json(request)
+    body = validate(TokenizeRequest, raw)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError("exactly one of prompt and messages must be given", param="prompt")
+    if body.prompt is not None:
+        token_ids = state.text.encode(body.prompt, body.add_special_tokens)
+    else:
+        token_ids = prepare_chat(state, raw).token_ids
+    answer: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": state.text.max_model_len,
+        "tokens": token_ids,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [token_text(state.text.tokenizer, token_id) for token_id in token_ids]
+    return answer
+
+
+@router.post("/detokenize", openapi_extra=request_schema(DetokenizeRequest))
+async def detokenize(request: Request) -> dict[str, Any]:
+    state = server_state(request)
+    body = validate(DetokenizeRequest, await read_json(request))
+    state.check_model(body.model)
+    try:
+        return {"prompt": state.text.tokenizer.decode(body.tokens)}
+    except ValueError as error:
+        raise from_value_error(error, "tokens") from None
+
+
+@router.post("/v1/chat/completions/render", openapi_extra=request_schema(ChatRequest))
+async def render_chat(request: Request) -> dict[str, Any]:
+    """The prompt of a chat request: its text, its token IDs and which ranges of the text are control tokens."""
+    state = server_state(request)
+    raw = await read_json(request)
+    state.check_model(validate(ChatRequest, raw).model)
+    prepared = prepare_chat(state, raw)
+    return {
+        "model": state.text.name,
+        "prompt": prepared.prompt.text,
+        "token_ids": prepared.token_ids,
+        "control_ranges": prepared.prompt.control_ranges,
+    }
