@@ -14,6 +14,7 @@ def _bool(text: str) -> bool:
 
 # name -> (parser, default, meaning)
 VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
+    "DEEPINFER_DEBUG": (_bool, False, "show the traceback of an error on the command line"),
     "DEEPINFER_CHECK_INTEGRITY": (_bool, False, "check queues, blocks and slots after every step (slow)"),
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from deepinfer import envs
@@ -118,15 +119,21 @@ class Engine:
             self.scheduler.add(seq)
         self.requests[request_id] = request
 
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """Stop a request at once and free what it holds; None if it is unknown or finished already."""
-        if request_id not in self.requests:
+    def abort_request(self, request_id: str, index: int | None = None) -> RequestOutput | None:
+        """Stop a request, or only its completion `index`, at once and free what it holds.
+
+        Returns None if the request or the completion is unknown or finished already.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
             return None
-        return self._close(self.requests[request_id], "abort", None)
+        sequences = [s for s in request.sequences if s.finish_reason is None and index in (None, s.index)]
+        return self._close(request, sequences, "abort") if sequences else None
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
+    @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Run one step and return the news of every request it touched; an exception fails only those requests."""
         batch = self.scheduler.schedule()
@@ -205,15 +212,23 @@ class Engine:
 
     def _fail(self, sequences: list[Sequence], error: str) -> list[RequestOutput]:
         """Finish every request that owns one of the sequences with reason "error"."""
-        request_ids = dict.fromkeys(seq.request_id for seq in sequences)
-        return [self._close(self.requests[request_id], "error", error) for request_id in request_ids]
+        requests = [self.requests[request_id] for request_id in dict.fromkeys(seq.request_id for seq in sequences)]
+        return [
+            self._close(request, [s for s in request.sequences if s.finish_reason is None], "error", error)
+            for request in requests
+        ]
 
-    def _close(self, request: Request, reason: FinishReason, error: str | None) -> RequestOutput:
-        unfinished = [seq for seq in request.sequences if seq.finish_reason is None]
-        for seq in unfinished:
+    def _close(
+        self, request: Request, sequences: list[Sequence], reason: FinishReason, error: str | None = None
+    ) -> RequestOutput:
+        """Finish these unfinished sequences of a request now."""
+        for seq in sequences:
             seq.finish_reason = reason
-        self.scheduler.remove(unfinished)
-        del self.requests[request.request_id]
-        request.metrics.finished_time = time.monotonic()
-        outputs = [CompletionOutput(seq.index, finish_reason=seq.finish_reason) for seq in unfinished]
-        return RequestOutput(request.request_id, request.prompt_token_ids, outputs, True, request.metrics, error)
+        self.scheduler.remove(sequences)
+        outputs = [CompletionOutput(seq.index, finish_reason=reason) for seq in sequences]
+        if request.finished:
+            del self.requests[request.request_id]
+            request.metrics.finished_time = time.monotonic()
+        return RequestOutput(
+            request.request_id, request.prompt_token_ids, outputs, request.finished, request.metrics, error
+        )

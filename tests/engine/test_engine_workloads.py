@@ -1,5 +1,6 @@
 """Random workloads: outputs equal the oracle, nothing leaks, nothing starves, whatever is preempted or cancelled."""
 
+import random
 from dataclasses import dataclass
 
 from hypothesis import HealthCheck, given, settings
@@ -52,6 +53,15 @@ def check_output(engine: Engine, request: Expected, got: RequestOutput) -> None:
             assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == (output, reason, stop)
 
 
+def record(got: dict[str, RequestOutput], outputs: list[RequestOutput]) -> None:
+    for output in outputs:
+        assert output.request_id not in got or not got[output.request_id].finished
+        if output.request_id in got:
+            got[output.request_id].merge(output)
+        else:
+            got[output.request_id] = output
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Arrivals, cancellations and steps in any order; teardown runs what is left to the end."""
 
@@ -97,21 +107,13 @@ class EngineMachine(RuleBasedStateMachine):
         output = self.engine.abort_request(request_id)
         assert (output is None) == (request_id in self.got and self.got[request_id].finished)
         if output:
-            self.record([output])
+            record(self.got, [output])
 
     @rule(count=st.integers(1, 30))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.record(self.engine.step())
+            record(self.got, self.engine.step())
             self.engine.scheduler.check_integrity()
-
-    def record(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            if output.request_id in self.got:
-                assert not self.got[output.request_id].finished
-                self.got[output.request_id].merge(output)
-            else:
-                self.got[output.request_id] = output
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -144,8 +146,6 @@ def workloads(draw: st.DrawFn):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(), st.sampled_from([16, 128]))
 def test_mixed_lengths_with_a_cache_for_barely_one_sequence(workload, block_size: int) -> None:
-    import random
-
     requests, seed, chunk, step_tokens, max_num_seqs = workload
     rng = random.Random(seed)
     longest = max(length + limit for length, limit, _, _ in requests)

@@ -15,11 +15,11 @@ MAX_POSITIONS = 4096
 _rng = np.random.default_rng(7)
 CACHE_COEF = _rng.integers(1, 2**62, MAX_POSITIONS)
 STATE_COEF = _rng.integers(1, 2**62, MAX_POSITIONS)
-TOKEN_KEYS = _rng.integers(0, 2**63, VOCAB_SIZE, dtype=np.uint64)
+TOKEN_KEYS = _rng.integers(0, 2**63, 1024, dtype=np.uint64)
 
 
-def logits_of(cache_hash: int, state_hash: int) -> np.ndarray:
-    z = TOKEN_KEYS ^ np.uint64((cache_hash * 31 + state_hash) % 2**64)
+def logits_of(cache_hash: int, state_hash: int, vocab_size: int = VOCAB_SIZE) -> np.ndarray:
+    z = TOKEN_KEYS[:vocab_size] ^ np.uint64((cache_hash * 31 + state_hash) % 2**64)
     for shift in (30, 27, 31):
         z = (z ^ (z >> np.uint64(shift))) * np.uint64(0xBF58476D1CE4E5B9)
     return ((z >> np.uint64(40)).astype(np.float64) / 2**24 * 6).astype(np.float32)
@@ -32,10 +32,16 @@ def weighted_sum(token_ids: np.ndarray, coef: np.ndarray) -> int:
 class ToyRunner:
     """Implements deepinfer.engine.engine.Runner."""
 
-    vocab_size = VOCAB_SIZE
-
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int, max_model_len: int = 2048):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        max_model_len: int = 2048,
+        vocab_size: int = VOCAB_SIZE,
+    ):
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
+        self.vocab_size = vocab_size
         self.cache = np.full(num_blocks * block_size, -1)
         self.state = np.full(num_slots + 1, -1)
         self.steps: list[tuple[bool, int]] = []
@@ -63,9 +69,11 @@ class ToyRunner:
             where = np.arange(context)
             table = inputs.block_tables[i].numpy()
             history = self.cache[table[where // self.block_size] * self.block_size + where % self.block_size]
-            last_row_logits[end - 1] = logits_of(weighted_sum(history, CACHE_COEF[:context]), int(self.state[slot]))
+            last_row_logits[end - 1] = logits_of(
+                weighted_sum(history, CACHE_COEF[:context]), int(self.state[slot]), self.vocab_size
+            )
         rows = [last_row_logits[row] for row in inputs.logits_rows.tolist()]
-        return torch.from_numpy(np.array(rows, np.float32).reshape(len(rows), VOCAB_SIZE))
+        return torch.from_numpy(np.array(rows, np.float32).reshape(len(rows), self.vocab_size))
 
 
 def check_contract(inputs: ModelInputs) -> None:

@@ -1,0 +1,33 @@
+"""From a model's name or folder to a running Engine."""
+
+from pathlib import Path
+
+import deepinfer
+from deepinfer.config.engine import EngineConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.engine.engine import Engine
+
+PACKAGED_MODELS = ("nano",)
+
+
+def resolve_model(model: str | Path) -> Path:
+    """Folder of a checkpoint: a packaged model by name, anything else is a path.
+
+    Raises ValueError if there is no folder with a config.json.
+    """
+    packaged = Path(deepinfer.__file__).parent / "checkpoints"
+    path = packaged / model if str(model) in PACKAGED_MODELS else Path(model)
+    if not (path / "config.json").is_file():
+        names = ", ".join(map(repr, PACKAGED_MODELS))
+        raise ValueError(f"model must be {names} or a folder with a config.json, got {str(model)!r}")
+    return path
+
+
+def load_engine(model: str | Path, config: EngineConfig | None = None) -> Engine:
+    """Load weights, size the caches and make the engine. Raises ValueError for a bad model, config or checkpoint."""
+    from deepinfer.engine.runner import ModelRunner
+
+    config = config or EngineConfig()
+    path = resolve_model(model)
+    runner = ModelRunner.from_checkpoint(path, config)
+    return Engine(runner, config, [ModelConfig.from_file(path / "config.json").eos_token_id])

@@ -1,0 +1,173 @@
+"""LLM: the offline API. Prompts in, finished outputs out, in order.
+
+from deepinfer import LLM, SamplingParams
+outputs = LLM(model="nano").generate("Once upon a time", SamplingParams(max_tokens=64))
+print(outputs[0].outputs[0].text)
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.engine import Engine
+from deepinfer.engine.loading import load_engine, resolve_model
+from deepinfer.outputs import CompletionOutput, RequestOutput
+from deepinfer.params import SamplingParams
+from deepinfer.recipe import Detokenizer, StopStrings, Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: "nano" or a checkpoint folder (config.json, safetensors, tokenizer.json).
+        config: engine settings; or give its fields as keywords, e.g. LLM("nano", max_num_seqs=8).
+
+    Raises:
+        ValueError: unknown model, bad checkpoint or bad setting, naming it.
+    """
+
+    def __init__(self, model: str | Path = "nano", config: EngineConfig | None = None, **engine_options: Any):
+        if config is not None and engine_options:
+            raise ValueError(f"give either config or engine options, got both (options: {', '.join(engine_options)})")
+        unknown = engine_options.keys() - EngineConfig.__dataclass_fields__.keys()
+        if unknown:
+            known = ", ".join(EngineConfig.__dataclass_fields__)
+            raise ValueError(f"unknown engine option {', '.join(sorted(unknown))}; known are {known}")
+        config = config or EngineConfig(**engine_options)
+        tokenizer_file = resolve_model(model) / "tokenizer.json"
+        tokenizer = Tokenizer.from_file(tokenizer_file) if tokenizer_file.is_file() else None
+        self._setup(load_engine(model, config), tokenizer)
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> "LLM":
+        """An LLM over an idle engine; without a tokenizer it takes token ids only and gives no text."""
+        llm = cls.__new__(cls)
+        llm._setup(engine, tokenizer)
+        return llm
+
+    def _setup(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._request_ids = map(str, count())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt, batched; returns finished outputs in the order of the prompts.
+
+        Args:
+            prompts: one prompt or a list; a prompt is text (begin-of-sequence is added) or a list of token ids.
+            sampling_params: one for all prompts, or one for each.
+            progress: show a progress bar.
+
+        Raises:
+            ValueError: naming the field and the prompt's number; then nothing has been run.
+        """
+        prompt_list: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
+        if len(params_list) != len(prompt_list):
+            raise ValueError(f"sampling_params must be one or {len(prompt_list)}, got {len(params_list)}")
+        token_ids = []
+        for number, (prompt, each) in enumerate(zip(prompt_list, params_list, strict=True)):
+            try:
+                token_ids.append(self._encode(prompt))
+                self.engine.validate(token_ids[-1], each)
+                if each.stop and self.tokenizer is None:
+                    raise ValueError("stop needs a tokenizer, this model has none")
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}" if len(prompt_list) > 1 else str(error)) from None
+        results = [_Result(next(self._request_ids), each, self.tokenizer) for each in params_list]
+        by_id = {result.request_id: result for result in results}
+        try:
+            for result, prompt, each in zip(results, token_ids, params_list, strict=True):
+                self.engine.add_request(result.request_id, prompt, each)
+            with _progress_bar(len(results), progress) as advance:
+                while self.engine.has_unfinished_requests():
+                    for delta in self.engine.step():
+                        if by_id[delta.request_id].add(delta, self.engine):
+                            advance()
+        finally:
+            for request_id in by_id:  # only an exception leaves any
+                self.engine.abort_request(request_id)
+        return [result.output for result in results]
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError("prompts must be token ids, this model has no tokenizer")
+        if not prompt:
+            raise ValueError("prompts must not be empty")
+        return [self.tokenizer.control_id("bos"), *self.tokenizer.encode_text(prompt)]
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+class _Result:
+    """Deltas of one request joined into its final output, with text and stop strings."""
+
+    def __init__(self, request_id: str, params: SamplingParams, tokenizer: Tokenizer | None):
+        self.request_id = request_id
+        self.output: RequestOutput = None  # type: ignore[assignment]  # the first delta
+        self._texts = [_Text(tokenizer, params.stop) for _ in range(params.n)] if tokenizer else []
+
+    def add(self, delta: RequestOutput, engine: Engine) -> bool:
+        """Take a delta in; ends a completion in the engine when its text meets a stop string. True when finished."""
+        stopped = [c for c in delta.outputs if self._texts and self._texts[c.index].add(c)]
+        if self.output is None:
+            self.output = delta
+        else:
+            self.output.merge(delta)
+        for completion in stopped:
+            aborted = engine.abort_request(self.request_id, completion.index)
+            if aborted is not None:
+                self.output.finished = aborted.finished
+        self.output.outputs.sort(key=lambda completion: completion.index)
+        return self.output.finished
+
+
+class _Text:
+    """Text of one completion as its tokens come."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(list(stop))
+
+    def add(self, completion: CompletionOutput) -> bool:
+        """Fill in the text of a delta; True if a stop string ends it here, before the engine ended it."""
+        if self._push(completion, self._detokenizer.push(completion.token_ids)):
+            return True
+        if completion.finish_reason is not None and not self._push(completion, self._detokenizer.finish()):
+            completion.text += self._stops.finish()
+        return False
+
+    def _push(self, completion: CompletionOutput, text: str) -> bool:
+        visible, matched = self._stops.push(text)
+        completion.text += visible
+        if matched is not None:
+            completion.finish_reason, completion.stop_reason = "stop", matched
+        return matched is not None
+
+
+@contextmanager
+def _progress_bar(total: int, visible: bool) -> Iterator[Any]:
+    if not visible:
+        yield lambda: None
+        return
+    from rich.progress import Progress
+
+    with Progress() as bar:
+        task = bar.add_task("generate", total=total)
+        yield lambda: bar.advance(task)
