@@ -14,7 +14,7 @@ from deepinfer.models.caches import Caches
 from deepinfer.models.layers.compressor import Compressor
 from deepinfer.models.layers.indexer import Indexer, Sharing
 from deepinfer.models.layers.linear import quantized_linear
-from deepinfer.models.layers.step import StepMetadata
+from deepinfer.models.layers.step import StepMetadata, WindowPlan
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Attention:
         """y [N, D], mixed and normed -> [N, D]."""
         plan, eps = self.plan, config.rms_norm_eps
         rotation = step.rotations[plan.compress_ratio > 0]
-        qr, kv = quantized_linear(y, self.wq_a_wkv, quantize_activations).split((config.q_lora_rank, config.head_dim), -1)
+        qr, kv = quantized_linear(y, self.wq_a_wkv, quantize_activations).split(
+            (config.q_lora_rank, config.head_dim), -1
+        )
         qr = ops.rms_norm(qr, self.q_norm, eps)
         q = quantized_linear(qr, self.wq_b, quantize_activations).unflatten(-1, (config.num_attention_heads, -1))
         q = ops.rope(q, rotation.cos, rotation.sin, False)
@@ -57,31 +59,35 @@ class Attention:
             self.indexer.forward(y, qr, config, step, caches, sharing, quantize_activations)
         latents = caches.blocks.latents[plan.kv_owner] if plan.compress_ratio else None
         selected = sharing.selected_slots if plan.compress_ratio else None
-        o = self._attend(q, kv, latents, selected, step, caches, config)
-
+        ring = caches.state.rings[plan.layer_id]
+        o = attend(q, kv, ring, step.window, latents, selected, self.sink)
         o = ops.rope(o, rotation.cos, rotation.sin, True)
-        grouped = o.flatten(1).unflatten(-1, (config.o_groups, -1)).transpose(0, 1)  # [groups, N, H / groups * d]
-        a = torch.bmm(grouped, self.wo_a.transpose(1, 2)).transpose(0, 1).flatten(1)
-        return quantized_linear(a, self.wo_b, quantize_activations)
+        return quantized_linear(grouped_projection(o, self.wo_a), self.wo_b, quantize_activations)
 
-    def _attend(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        latents: Tensor | None,
-        selected: Tensor | None,
-        step: StepMetadata,
-        caches: Caches,
-        config: ModelConfig,
-    ) -> Tensor:
-        """Window rows kv [N, d] go to the ring; attention reads the ring (decode) or a prefill buffer."""
-        ring, window = caches.state.rings[self.plan.layer_id], step.window
-        scale = config.head_dim**-0.5
-        if window.from_ring:
-            ops.store_rows(ring, window.stored_slots, kv, RowFormat.FP8)
-            return ops.sparse_attention(q, ring, window.slots, latents, selected, self.sink, scale)
-        previous = ops.load_rows(ring, window.previous_slots, RowFormat.FP8, config.head_dim, kv.dtype)
-        buffer = torch.cat((previous, ops.round_trip_rows(kv, ring, RowFormat.FP8))).unsqueeze(0)
-        o = ops.sparse_attention(q, buffer, window.slots, latents, selected, self.sink, scale)
-        ops.store_rows(ring, window.stored_slots, kv[window.stored_rows], RowFormat.FP8)
-        return o
+
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    ring: Tensor,
+    window: WindowPlan,
+    latents: Tensor | None,
+    selected: Tensor | None,
+    sink: Tensor,
+) -> Tensor:
+    """Window rows kv [N, d] go to the ring; attention reads the ring (decode) or a buffer (prefill). q [N, H, d] -> same."""
+    dim = kv.shape[-1]
+    scale = dim**-0.5
+    if window.from_ring:
+        ops.store_rows(ring, window.stored_slots, kv, RowFormat.FP8)
+        return ops.sparse_attention(q, ring, window.slots, latents, selected, sink, scale)
+    previous = ops.load_rows(ring, window.previous_slots, RowFormat.FP8, dim, kv.dtype)
+    buffer = torch.cat((previous, ops.round_trip_rows(kv, ring, RowFormat.FP8))).unsqueeze(0)
+    o = ops.sparse_attention(q, buffer, window.slots, latents, selected, sink, scale)
+    ops.store_rows(ring, window.stored_slots, kv[window.stored_rows], RowFormat.FP8)
+    return o
+
+
+def grouped_projection(o: Tensor, wo_a: Tensor) -> Tensor:
+    """Block-diagonal output projection. o [N, H, d], wo_a [groups, rank, H / groups * d] -> [N, groups * rank]."""
+    grouped = o.flatten(1).unflatten(-1, (wo_a.shape[0], -1)).transpose(0, 1)
+    return torch.bmm(grouped, wo_a.transpose(1, 2)).transpose(0, 1).flatten(1)

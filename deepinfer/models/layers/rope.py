@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from deepinfer.config.model import ModelConfig
+from deepinfer.config.model import RopeScaling
 
 
-def rope_frequencies(config: ModelConfig, compressed: bool) -> Tensor:
+class RopeConfig(Protocol):
+    """What a model config says about rotations."""
+
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def compress_rope_theta(self) -> float: ...
+    @property
+    def rope_scaling(self) -> RopeScaling: ...
+
+
+def rope_frequencies(config: RopeConfig, compressed: bool) -> Tensor:
     """Angle per position of each pair, float64 [qk_rope_head_dim / 2].
 
     `compressed` layers (ratio above 0) use `compress_rope_theta` with YaRN, whatever the length of the run; layers

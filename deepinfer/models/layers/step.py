@@ -72,24 +72,17 @@ class StepMetadata:
     @classmethod
     def build(cls, inputs: ModelInputs, config: ModelConfig, block_size: int, dtype: torch.dtype) -> StepMetadata:
         """`dtype` is the compute dtype of the model."""
-        device = inputs.token_ids.device
-        query_start = inputs.query_start.long()
-        lengths = query_start.diff()
-        context = inputs.context_lens.long()
-        start = context - lengths
-        sequences = torch.arange(len(lengths), device=device)
-        owner = torch.repeat_interleave(sequences, lengths)
         wide = torch.promote_types(dtype, torch.float32)
-        frequencies = {kind: rope_frequencies(config, kind).to(device) for kind in (False, True)}
-        geometry = _Geometry(inputs.positions, owner, query_start, start, context, inputs.state_slots.long())
+        frequencies = {kind: rope_frequencies(config, kind).to(inputs.positions.device) for kind in (False, True)}
+        geometry = Geometry.of(inputs)
         ratios = {config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
         ngram, history = _engram_sources(geometry, max(config.engram_max_ngram_size, 2))
         return cls(
             inputs=inputs,
-            sequence_of_row=owner.to(torch.int32),
+            sequence_of_row=geometry.owner.to(torch.int32),
             state_slots=geometry.state_slots,
             rotations={kind: Rotation.at(inputs.positions, f, wide) for kind, f in frequencies.items()},
-            window=_window_plan(geometry, config, inputs.is_prefill),
+            window=window_plan(geometry, config.sliding_window, config.ring_size, inputs.is_prefill),
             compression={
                 ratio: _compression_plan(geometry, ratio, block_size, inputs.block_tables, frequencies[True], wide)
                 for ratio in ratios
@@ -106,7 +99,9 @@ class StepMetadata:
 
 
 @dataclass(frozen=True)
-class _Geometry:
+class Geometry:
+    """Rows and sequences of a step, all int64."""
+
     positions: Tensor  # [N]
     owner: Tensor  # [N] sequence of each row
     query_start: Tensor  # [S + 1]
@@ -114,27 +109,34 @@ class _Geometry:
     context: Tensor  # [S]
     state_slots: Tensor  # [S]
 
+    @classmethod
+    def of(cls, inputs: ModelInputs) -> Geometry:
+        query_start, context = inputs.query_start.long(), inputs.context_lens.long()
+        lengths = query_start.diff()
+        owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        return cls(inputs.positions, owner, query_start, context - lengths, context, inputs.state_slots.long())
+
     def row_of(self, sequence: Tensor, position: Tensor) -> Tensor:
         """Row of a position that belongs to this step (position >= start of its sequence)."""
         return self.query_start[sequence] + position - self.start[sequence]
 
 
-def _expand(counts: Tensor) -> tuple[Tensor, Tensor]:
+def expand(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Sequence and running index of sum(counts) items, counts[s] of sequence s."""
     owner = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     offset = torch.arange(len(owner), device=counts.device) - (counts.cumsum(0) - counts)[owner]
     return owner, offset
 
 
-def _window_plan(g: _Geometry, config: ModelConfig, is_prefill: bool) -> WindowPlan:
-    window, ring = config.sliding_window, config.ring_size
+def window_plan(g: Geometry, window: int, ring: int, is_prefill: bool) -> WindowPlan:
+    """Window of `window` tokens, kept in rings of `ring` slots (at least `window`)."""
     wanted = g.positions.unsqueeze(1) + torch.arange(1 - window, 1, device=g.positions.device)  # [N, W]
     ring_base = (g.state_slots * ring)[g.owner]
     if not is_prefill:
         slots = torch.where(wanted >= 0, ring_base.unsqueeze(1) + wanted % ring, -1)
         return WindowPlan(True, slots.to(torch.int32), None, None, ring_base + g.positions % ring)
     num_previous = g.start.clamp_max(window - 1)
-    sequence, offset = _expand(num_previous)
+    sequence, offset = expand(num_previous)
     previous_positions = (g.start - num_previous)[sequence] + offset
     previous_slots = (g.state_slots * ring)[sequence] + previous_positions % ring
     first_previous = num_previous.cumsum(0) - num_previous
@@ -149,11 +151,11 @@ def _window_plan(g: _Geometry, config: ModelConfig, is_prefill: bool) -> WindowP
 
 
 def _compression_plan(
-    g: _Geometry, ratio: int, block_size: int, block_tables: Tensor, frequencies: Tensor, dtype: torch.dtype
+    g: Geometry, ratio: int, block_size: int, block_tables: Tensor, frequencies: Tensor, dtype: torch.dtype
 ) -> CompressionPlan:
     num_rows = len(g.positions)
     first_group = g.start // ratio
-    sequence, offset = _expand(g.context // ratio - first_group)
+    sequence, offset = expand(g.context // ratio - first_group)
     group = first_group[sequence] + offset
     position = group.unsqueeze(1) * ratio + torch.arange(ratio, device=group.device)  # [groups, ratio]
     column = sequence.unsqueeze(1)
@@ -174,7 +176,7 @@ def _compression_plan(
     )
 
 
-def _engram_sources(g: _Geometry, ngram: int) -> tuple[Tensor, Tensor]:
+def _engram_sources(g: Geometry, ngram: int) -> tuple[Tensor, Tensor]:
     """Where compressed ids come from: rows 0..N-1, then S * (n - 1) history ids (latest first), then one boundary."""
     num_rows, num_history = len(g.positions), ngram - 1
     boundary = num_rows + len(g.start) * num_history

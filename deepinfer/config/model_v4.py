@@ -1,0 +1,255 @@
+"""Configuration of DeepSeek-V4: the keys of its public config.json and what is derived (spec: model, section 12).
+
+`ModelConfigV4.from_dict` accepts the released spelling (`compress_ratios`, `num_hash_layers`, `rope_scaling`) and the
+one that `transformers` saves (`layer_types` with `compress_rates`, `mlp_layer_types`, `rope_parameters`). Everything
+that can be wrong is checked here, at start-up, with an error that names the key.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from deepinfer.config.model import RopeScaling
+
+
+class AttentionKind(Enum):
+    """What a layer attends to beside its sliding window."""
+
+    SLIDING = "sliding_attention"  # nothing
+    SPARSE = "compressed_sparse_attention"  # CSA: the entries its indexer selects; groups overlap
+    HEAVY = "heavily_compressed_attention"  # HCA: every entry of its much longer groups
+
+
+RATIO_KINDS = {0: AttentionKind.SLIDING, 4: AttentionKind.SPARSE, 128: AttentionKind.HEAVY}
+
+
+@dataclass(frozen=True)
+class LayerPlanV4:
+    """One layer: its attention and how its tokens find their experts."""
+
+    layer_id: int
+    kind: AttentionKind
+    compress_ratio: int  # tokens per compressed entry; 0: no compressed KV
+    hash_routing: bool  # experts by token id (`tid2eid`) instead of by the largest score
+
+    @property
+    def group_span(self) -> int:
+        """Tokens pooled into one entry: an overlapping group also reads the group before it."""
+        return self.compress_ratio * (2 if self.kind is AttentionKind.SPARSE else 1)
+
+    @property
+    def num_series(self) -> int:
+        """Key-value series a token contributes: 2 where groups overlap (for the next group, for its own), else 1."""
+        return 2 if self.kind is AttentionKind.SPARSE else 1
+
+
+@dataclass(frozen=True)
+class ModelConfigV4:
+    """Text model of DeepSeek-V4. Field names are those of the public config.json, except where noted."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    moe_intermediate_size: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    attention_kinds: tuple[AttentionKind, ...]  # from `compress_ratios` or `layer_types`, one a layer
+    hash_layers: tuple[bool, ...]  # from `num_hash_layers` or `mlp_layer_types`, one a layer
+    sparse_ratio: int = 4  # `compress_rates`
+    heavy_ratio: int = 128
+    sliding_window: int = 128
+    n_shared_experts: int = 1
+    routed_scaling_factor: float = 1.5
+    norm_topk_prob: bool = True
+    scoring_func: str = "sqrtsoftplus"
+    topk_method: str = "noaux_tc"
+    hidden_act: str = "silu"
+    swiglu_limit: float = 10.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 1048576
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+    quantized: bool = False  # a `quantization_config` is present
+
+    # ---------------------------------------------------------------- reading
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> ModelConfigV4:
+        """Build from a parsed config.json.
+
+        Raises:
+            ValueError: a key is missing, has a wrong type or contradicts another one; the message names it.
+        """
+        known = {f.name: f for f in fields(cls)}
+        derived = ("attention_kinds", "hash_layers", "rope_scaling", "quantized", "sparse_ratio", "heavy_ratio")
+        values = {key: value for key, value in raw.items() if key in known and key not in derived}
+        if "qk_rope_head_dim" not in values and raw.get("partial_rotary_factor") and "head_dim" in raw:
+            values["qk_rope_head_dim"] = int(raw["head_dim"] * raw["partial_rotary_factor"])
+        for f in known.values():
+            required = f.default is MISSING and f.default_factory is MISSING and f.name not in derived
+            if required and f.name not in values:
+                raise ValueError(f"config: key {f.name!r} is missing")
+        _check_types(known, values)
+        num_layers = values["num_hidden_layers"]
+        rates = raw.get("compress_rates") or {}
+        values["sparse_ratio"] = rates.get(AttentionKind.SPARSE.value, 4)
+        values["heavy_ratio"] = rates.get(AttentionKind.HEAVY.value, 128)
+        values["attention_kinds"] = _attention_kinds(raw, num_layers)
+        values["hash_layers"] = _hash_layers(raw, num_layers)
+        values["rope_scaling"] = _rope_scaling(raw)
+        values["quantized"] = raw.get("quantization_config") is not None
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> ModelConfigV4:
+        """Read `config.json` at `path` (a file or the folder that holds it)."""
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(f"model: no config.json at {path}")
+        try:
+            raw = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"config: {path} is not valid JSON: {error}") from None
+        return cls.from_dict(raw)
+
+    # ---------------------------------------------------------------- derived
+
+    @cached_property
+    def layers(self) -> tuple[LayerPlanV4, ...]:
+        """Every layer's plan."""
+        ratios = {AttentionKind.SLIDING: 0, AttentionKind.SPARSE: self.sparse_ratio, AttentionKind.HEAVY: self.heavy_ratio}
+        pairs = zip(self.attention_kinds, self.hash_layers, strict=True)
+        return tuple(LayerPlanV4(i, kind, ratios[kind], hashed) for i, (kind, hashed) in enumerate(pairs))
+
+    @property
+    def hc_mix_size(self) -> int:
+        """Rows of hc_*_fn: pre, post and the hc x hc combination."""
+        return self.hc_mult * (2 + self.hc_mult)
+
+    # ---------------------------------------------------------------- checks
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size hidden_size num_hidden_layers moe_intermediate_size num_attention_heads head_dim "
+            "qk_rope_head_dim q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok index_n_heads "
+            "index_head_dim index_topk sliding_window hc_mult hc_sinkhorn_iters max_position_embeddings sparse_ratio "
+            "heavy_ratio"
+        ).split():
+            _require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+        for name, allowed in (
+            ("scoring_func", "sqrtsoftplus"),
+            ("topk_method", "noaux_tc"),
+            ("hidden_act", "silu"),
+            ("n_shared_experts", 1),
+            ("norm_topk_prob", True),
+            ("attention_bias", False),
+            ("mlp_bias", False),
+            ("tie_word_embeddings", False),
+        ):
+            _require(getattr(self, name) == allowed, name, getattr(self, name), repr(allowed))
+        for name, total in (("num_experts_per_tok", "n_routed_experts"), ("qk_rope_head_dim", "head_dim")):
+            limit = getattr(self, total)
+            _require(getattr(self, name) <= limit, name, getattr(self, name), f"at most {total} = {limit}")
+        _require(
+            self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim <= self.index_head_dim,
+            "qk_rope_head_dim",
+            self.qk_rope_head_dim,
+            f"even and at most index_head_dim = {self.index_head_dim}",
+        )
+        _require(
+            self.num_attention_heads % self.o_groups == 0,
+            "o_groups",
+            self.o_groups,
+            f"a divisor of num_attention_heads = {self.num_attention_heads}",
+        )
+        for name in ("attention_kinds", "hash_layers"):
+            length = len(getattr(self, name))
+            _require(length == self.num_hidden_layers, name, f"{length} entries", f"{self.num_hidden_layers} entries")
+
+
+def is_deepseek_v4(raw: dict[str, Any]) -> bool:
+    """Whether a parsed config.json describes this architecture."""
+    return raw.get("model_type") == "deepseek_v4" or "DeepseekV4ForCausalLM" in (raw.get("architectures") or [])
+
+
+def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"config: {name} is {value!r}, allowed: {allowed}")
+
+
+def _check_types(known: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        kind = known[name].type
+        if kind == "int":
+            _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
+        elif kind == "float":
+            _require(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
+
+
+def _attention_kinds(raw: dict[str, Any], num_layers: int) -> tuple[AttentionKind, ...]:
+    """`layer_types`, or `compress_ratios` (0, 4, 128) whose entries after the last layer belong to draft blocks."""
+    name = "compress_ratios" if raw.get("layer_types") is None else "layer_types"
+    entries = raw.get(name)
+    if entries is None:
+        raise ValueError("config: key 'compress_ratios' is missing")
+    _require(isinstance(entries, list) and len(entries) >= num_layers, name, entries, f"a list of {num_layers} entries")
+    kinds = RATIO_KINDS if name == "compress_ratios" else {kind.value: kind for kind in AttentionKind}
+    for layer_id, entry in enumerate(entries[:num_layers]):
+        _require(entry in kinds, f"{name}[{layer_id}]", entry, ", ".join(map(str, kinds)))
+    return tuple(kinds[entry] for entry in entries[:num_layers])
+
+
+def _hash_layers(raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """`mlp_layer_types`, or the first `num_hash_layers` layers."""
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        count = raw.get("num_hash_layers")
+        if count is None:
+            raise ValueError("config: key 'num_hash_layers' is missing")
+        _require(isinstance(count, int) and count >= 0, "num_hash_layers", count, "a non-negative integer")
+        return tuple(layer_id < count for layer_id in range(num_layers))
+    _require(isinstance(kinds, list) and len(kinds) >= num_layers, "mlp_layer_types", kinds, f"a list of {num_layers} entries")
+    for layer_id, entry in enumerate(kinds[:num_layers]):
+        _require(entry in ("hash_moe", "moe"), f"mlp_layer_types[{layer_id}]", entry, "'hash_moe' or 'moe'")
+    return tuple(entry == "hash_moe" for entry in kinds[:num_layers])
+
+
+def _rope_scaling(raw: dict[str, Any]) -> RopeScaling:
+    """YaRN of the layers with compressed KV: `rope_scaling`, or `rope_parameters.compress` (or flat `rope_parameters`)."""
+    name = "rope_scaling"
+    scaling = raw.get(name)
+    if scaling is None:
+        name, scaling = "rope_parameters", raw.get("rope_parameters") or {}
+        scaling = scaling.get("compress", scaling)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return RopeScaling(factor=1.0)
+    _require(kind == "yarn", f"{name}.rope_type", kind, "'yarn' or 'default'")
+    factor = scaling.get("attention_factor", 1.0)
+    _require(factor in (None, 1.0), f"{name}.attention_factor", factor, "1.0")
+    known = {f.name for f in fields(RopeScaling)}
+    return RopeScaling(**{key: value for key, value in scaling.items() if key in known})
