@@ -34,7 +34,7 @@ from deepinfer.models.checkpoint_format import (
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-CHUNK_VALUES = 1 << 20  # values dequantised at a time: bounds the float32 temporaries to a few MB
+CHUNK_VALUES = 1 << 18  # values dequantised at a time: keeps the float32 temporaries small and in cache
 
 Include = Callable[[str], bool]
 
@@ -122,6 +122,7 @@ def load_weights(
         if spec.name not in weights:
             weights[spec.name] = torch.empty(spec.shape, dtype=in_memory_dtype(spec.storage, dtype), device=device)
         stored.dequantize_into(weights[spec.name] if expert is None else weights[spec.name][expert])
+        del stored  # it keeps its shard mapped
     return weights
 
 
@@ -142,13 +143,11 @@ def load_quantized(
     for spec, expert, stored in _stream(Path(path), config, include, progress):
         if expert is None:
             tensors[spec.name] = stored if mmap else _copy(stored, device)
-            continue
-        if spec.name not in tensors:
-            tensors[spec.name] = StoredTensor(
-                stored.storage, *(_stack_like(t, spec.shape[0], device) for t in _pair(stored))
-            )
-        for stack, part in zip(_pair(tensors[spec.name]), _pair(stored), strict=True):
-            stack[expert].copy_(part)
+        else:
+            if spec.name not in tensors:
+                tensors[spec.name] = _empty_stack(stored, spec.shape[0], device)
+            _fill(tensors[spec.name], expert, stored)
+        del stored  # it keeps its shard mapped
     return tensors
 
 
@@ -157,13 +156,18 @@ def is_engram_table(name: str) -> bool:
     return name.endswith(".engram.embed.weight")
 
 
-def _pair(stored: StoredTensor) -> tuple[Tensor, Tensor]:
-    assert stored.scale is not None  # routed experts always have one
-    return stored.values, stored.scale
+def _empty_stack(expert: StoredTensor, count: int, device: str | torch.device) -> StoredTensor:
+    assert expert.scale is not None  # routed experts always have one
+    values, scale = (
+        torch.empty((count, *t.shape), dtype=t.dtype, device=device) for t in (expert.values, expert.scale)
+    )
+    return StoredTensor(expert.storage, values, scale)
 
 
-def _stack_like(part: Tensor, count: int, device: str | torch.device) -> Tensor:
-    return torch.empty((count, *part.shape), dtype=part.dtype, device=device)
+def _fill(stack: StoredTensor, expert: int, stored: StoredTensor) -> None:
+    assert stack.scale is not None and stored.scale is not None
+    stack.values[expert].copy_(stored.values)
+    stack.scale[expert].copy_(stored.scale)
 
 
 def _copy(stored: StoredTensor, device: str | torch.device) -> StoredTensor:
@@ -192,11 +196,10 @@ def _stream(
                     continue
                 spec = specs[tensor.parameter]
                 key = (spec.name, tensor.expert)
-                parts = halves.setdefault(key, {})
-                parts["scale" if tensor.storage == "e8m0" else "values"] = _get(shard, name, tensor, path / file)
-                if len(parts) == (2 if spec.storage in ("fp8", "fp4", "fp8_rows") else 1):
-                    del halves[key]
-                    yield spec, tensor.expert, StoredTensor(spec.storage, parts["values"], parts.get("scale"))
+                part = "scale" if tensor.storage == "e8m0" else "values"
+                halves.setdefault(key, {})[part] = _get(shard, name, tensor, path / file)
+                if len(halves[key]) == (2 if spec.storage in ("fp8", "fp4", "fp8_rows") else 1):
+                    yield spec, tensor.expert, StoredTensor(spec.storage, **halves.pop(key))
             for parts in halves.values():  # a scale in another shard: let go of this one
                 parts.update({part: value.clone() for part, value in parts.items()})
     if progress:
