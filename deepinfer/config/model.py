@@ -201,7 +201,9 @@ class ModelConfig:
         if vision is not None:
             values["vision"] = VisionConfig(**vision)
         missing = [
-            f.name for f in known.values() if f.name not in values and f.default is MISSING and f.default_factory is MISSING
+            f.name
+            for f in known.values()
+            if f.name not in values and f.default is MISSING and f.default_factory is MISSING
         ]
         if missing:
             raise ValueError(f"config: key {missing[0]!r} is missing")
@@ -265,7 +267,9 @@ class ModelConfig:
         kv_owner = max((s for s in self.kv_source_layer_ids if s <= layer_id), default=-1)
         index_owner = max((s for s in self.index_source_layer_ids if s <= layer_id), default=-1)
         if kv_owner < 0 or index_owner < 0:
-            raise ValueError(f"config: layer {layer_id} has compress_ratios {ratio} but no kv_source_layer_ids entry at or below it")
+            raise ValueError(
+                f"config: layer {layer_id} has compress_ratios {ratio} but no kv_source_layer_ids entry at or below it"
+            )
         if self.compress_ratios[kv_owner] != ratio:
             raise ValueError(
                 f"config: compress_ratios of layer {layer_id} is {ratio}, its kv source {kv_owner} has "
@@ -350,7 +354,10 @@ class ModelConfig:
         for name in ("hidden_size", "q_lora_rank", "moe_intermediate_size"):
             _require(getattr(self, name) % 32 == 0, name, getattr(self, name), "a multiple of 32 (FP8 block)")
         _require(
-            self.o_groups * self.o_lora_rank % 32 == 0, "o_lora_rank", self.o_lora_rank, "o_groups * o_lora_rank % 32 == 0"
+            self.o_groups * self.o_lora_rank % 32 == 0,
+            "o_lora_rank",
+            self.o_lora_rank,
+            "o_groups * o_lora_rank % 32 == 0",
         )
         self._check_sharing()
         self._check_engram()
@@ -374,10 +381,15 @@ class ModelConfig:
             _require(list(ids) == sorted(set(ids)), name, list(ids), "strictly increasing layer ids")
             for layer_id in ids:
                 _require(0 <= layer_id < self.num_hidden_layers, name, layer_id, f"0..{self.num_hidden_layers - 1}")
-                _require(self.compress_ratios[layer_id] > 0, name, layer_id, "layers whose compress_ratios entry is above 0")
+                _require(
+                    self.compress_ratios[layer_id] > 0, name, layer_id, "layers whose compress_ratios entry is above 0"
+                )
         for layer_id in self.kv_source_layer_ids:
             _require(
-                layer_id in self.index_source_layer_ids, "kv_source_layer_ids", layer_id, "also in index_source_layer_ids"
+                layer_id in self.index_source_layer_ids,
+                "kv_source_layer_ids",
+                layer_id,
+                "also in index_source_layer_ids",
             )
         source = self.candidate_source_layer_id
         if source >= 0:
@@ -405,12 +417,20 @@ class ModelConfig:
         if not self.engram_layer_ids:
             return
         _require(self.engram_head_dim % 32 == 0, "engram_head_dim", self.engram_head_dim, "a multiple of 32")
-        _require(self.engram_compressed_vocab_size > 0, "engram_compressed_vocab_size", self.engram_compressed_vocab_size, "positive")
+        _require(
+            self.engram_compressed_vocab_size > 0,
+            "engram_compressed_vocab_size",
+            self.engram_compressed_vocab_size,
+            "positive",
+        )
         for layer_id, rows, primes in zip(
             self.engram_layer_ids, self.engram_num_embeddings, self.engram_primes, strict=True
         ):
             _require(
-                sum(primes) == rows, f"engram_num_embeddings (layer {layer_id})", rows, f"the sum of its primes, {sum(primes)}"
+                sum(primes) == rows,
+                f"engram_num_embeddings (layer {layer_id})",
+                rows,
+                f"the sum of its primes, {sum(primes)}",
             )
 
     def _check_draft(self) -> None:

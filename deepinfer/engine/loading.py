@@ -4,7 +4,6 @@ from pathlib import Path
 
 import deepinfer
 from deepinfer.config.engine import EngineConfig
-from deepinfer.config.model import ModelConfig
 from deepinfer.engine.engine import Engine
 
 PACKAGED_MODELS = ("nano",)
@@ -30,4 +29,4 @@ def load_engine(model: str | Path, config: EngineConfig | None = None) -> Engine
     config = config or EngineConfig()
     path = resolve_model(model)
     runner = ModelRunner.from_checkpoint(path, config)
-    return Engine(runner, config, [ModelConfig.from_file(path / "config.json").eos_token_id])
+    return Engine(runner, config, runner.eos_token_ids)

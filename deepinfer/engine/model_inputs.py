@@ -1,44 +1,10 @@
-"""ModelInputs: all a forward step is told, and how to build it from a scheduled batch."""
-
-from dataclasses import dataclass
+"""Builds the inputs of a forward step (deepinfer/models/inputs.py) from a scheduled batch."""
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from deepinfer.engine.scheduler import ScheduledBatch
-
-
-@dataclass(slots=True)
-class ModelInputs:
-    """S sequences with N query tokens, flattened in sequence order; R rows want logits.
-
-    Attributes:
-        is_prefill: False means exactly one token a sequence.
-        token_ids: int64 [N].
-        positions: int64 [N], position of each token in its sequence.
-        query_start: int32 [S + 1], prefix sums of the tokens a sequence contributes.
-        context_lens: int32 [S], tokens in the cache after this step.
-        block_tables: int32 [S, max_blocks], padded with the null block 0.
-        state_slots: int32 [S].
-        logits_rows: int64 [R], rows of the flattened tokens whose logits are wanted.
-    """
-
-    is_prefill: bool
-    token_ids: Tensor
-    positions: Tensor
-    query_start: Tensor
-    context_lens: Tensor
-    block_tables: Tensor
-    state_slots: Tensor
-    logits_rows: Tensor
-
-    def slot_mapping(self, block_size: int) -> Tensor:
-        """int64 [N]: physical token slot of every query token, block * block_size + offset."""
-        lengths = (self.query_start[1:] - self.query_start[:-1]).long()
-        rows = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        blocks = self.block_tables[rows, self.positions // block_size].long()
-        return blocks * block_size + self.positions % block_size
+from deepinfer.models.inputs import ModelInputs
 
 
 def build_model_inputs(batch: ScheduledBatch, device: torch.device | str = "cpu") -> ModelInputs:

@@ -30,7 +30,9 @@ def row_width(row_format: RowFormat, dim: int, dtype: torch.dtype) -> int:
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block of tokens takes in all layers (V4.1-Flash, packed, 128 tokens: 113,920)."""
-    entry = row_width(RowFormat.NVFP4, config.head_dim, dtype) + row_width(RowFormat.MXFP4, config.index_head_dim, dtype)
+    entry = row_width(RowFormat.NVFP4, config.head_dim, dtype) + row_width(
+        RowFormat.MXFP4, config.index_head_dim, dtype
+    )
     entries = sum(block_size // config.compress_ratios[layer] for layer in config.kv_source_layer_ids)
     return entries * entry * dtype.itemsize
 
@@ -51,7 +53,9 @@ class BlockCache:
         for layer in config.kv_source_layer_ids:
             ratio = config.compress_ratios[layer]
             if block_size % ratio:
-                raise ValueError(f"block_size is {block_size}, allowed: a multiple of compress_ratios[{layer}] = {ratio}")
+                raise ValueError(
+                    f"block_size is {block_size}, allowed: a multiple of compress_ratios[{layer}] = {ratio}"
+                )
             shape = (num_blocks, block_size // ratio)
             latent = row_width(RowFormat.NVFP4, config.head_dim, dtype)
             index = row_width(RowFormat.MXFP4, config.index_head_dim, dtype)

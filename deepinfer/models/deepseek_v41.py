@@ -57,6 +57,9 @@ class DeepseekV41:
         if config.engram_layer_ids and token_map is None:
             raise ValueError("token_map: needed, the config has engram_layer_ids")
         self.config = config
+        self.vocab_size = config.vocab_size
+        self.max_position_embeddings = config.max_position_embeddings
+        self.eos_token_ids: tuple[int, ...] = (config.eos_token_id,)
         self.quantize_activations = quantize_activations
         self.embed = weights.pop("embed.weight")
         self.norm = weights.pop("norm.weight")
@@ -66,10 +69,6 @@ class DeepseekV41:
         self.token_map = None if token_map is None else token_map.to(self.device, torch.int64)
         self.layers = [build_layer(weights, plan, config, self.token_map) for plan in config.layers]
         weights.clear()
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
 
     def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:
         """Bytes that one cache block takes in all layers."""

@@ -43,7 +43,7 @@ class _StraightThrough(torch.autograd.Function):
         return rounding(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -134,7 +134,9 @@ def engram_hash_ids(compressed: Tensor, pad: int, layer_id: int, config: ModelCo
     return torch.stack(ids, dim=-1)
 
 
-def engram(h: Tensor, hash_ids: Tensor, alive: Tensor, w: Weights, name: str, config: ModelConfig, numerics: Numerics):
+def engram(
+    h: Tensor, hash_ids: Tensor, alive: Tensor, w: Weights, name: str, config: ModelConfig, numerics: Numerics
+) -> Tensor:
     """Gate the looked-up memory into the streams. h [B, T, hc, D], hash_ids [B, T, heads], alive bool [B, T]."""
     hc, dim, eps = config.hc_mult, config.hidden_size, config.rms_norm_eps
     rows = F.embedding(hash_ids, w[f"{name}.embed.weight"]).flatten(-2).to(h.dtype)
@@ -189,7 +191,10 @@ def compress(y: Tensor, w: Weights, name: str, ratio: int, config: ModelConfig) 
 
 
 def index_scores(iq: Tensor, weights: Tensor, ik: Tensor) -> Tensor:
-    """sum_h weights[t, h] * relu(iq[t, h] . ik[g]). iq [B, T, Hi, di], weights [B, T, Hi], ik [B, G, di] -> [B, T, G]."""
+    """sum_h weights[t, h] * relu(iq[t, h] . ik[g]).
+
+    iq [B, T, Hi, di], weights [B, T, Hi], ik [B, G, di] -> [B, T, G].
+    """
     compute = torch.promote_types(iq.dtype, torch.float32)
     dots = torch.einsum("bthd,bgd->bthg", iq, ik).to(compute)
     return torch.einsum("bth,bthg->btg", weights.to(compute), torch.relu(dots))

@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operation
 def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Rotate adjacent pairs in the last `2 * cos.shape[-1]` dims of x [N, H, d]; cos, sin [N, pairs], at least float32."""
+    """Rotate adjacent pairs in the last `2 * cos.shape[-1]` dims of x [N, H, d]; cos, sin [N, pairs] are wide."""
     pairs = cos.shape[-1]
     split = x.shape[-1] - 2 * pairs
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

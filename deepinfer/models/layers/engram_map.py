@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
 
-@lru_cache(maxsize=None)
+@cache
 def engram_multipliers(layer_id: int, compressed_vocab_size: int) -> tuple[int, ...]:
     """Four odd int64 multipliers of a layer's hash."""
     bound = (2**63 - 1) // compressed_vocab_size // 2

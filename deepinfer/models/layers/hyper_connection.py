@@ -62,7 +62,5 @@ def hc_enter(
         h = lazy.h
         x, pre, post, comb = ops.hc_pre(h, p_prev, *coefficients, *constants)
     else:
-        h, x, pre, post, comb = ops.hc_post_pre(
-            lazy.h, lazy.y, lazy.post, lazy.comb, p_prev, *coefficients, *constants
-        )
+        h, x, pre, post, comb = ops.hc_post_pre(lazy.h, lazy.y, lazy.post, lazy.comb, p_prev, *coefficients, *constants)
     return x, pre, HCLazyPostData(h, None, post, comb)

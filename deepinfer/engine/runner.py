@@ -1,0 +1,45 @@
+"""ModelRunner: the model with its caches; runs one step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.models.caches import CACHE_DTYPES
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.registry import Model, load_model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """Arithmetic of the model: "auto" is BF16 on a GPU, and FP32 on a CPU, whose BF16 is several times slower."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return torch.bfloat16 if torch.device(config.device).type == "cuda" else torch.float32
+
+
+class ModelRunner:
+    """Owns the caches. `num_blocks` counts the null block."""
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        self.model = model
+        self.vocab_size = model.vocab_size
+        self.max_model_len = model.max_position_embeddings
+        self.eos_token_ids = model.eos_token_ids
+        cache_dtype = CACHE_DTYPES["fp8" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype]
+        longest = min(config.max_model_len or self.max_model_len, self.max_model_len)
+        self.num_blocks = config.resolve_num_blocks(model.block_bytes(config.block_size, cache_dtype), longest)
+        self.caches = model.allocate_caches(self.num_blocks, config.block_size, config.max_num_seqs + 1, cache_dtype)
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, config: EngineConfig) -> ModelRunner:
+        """Load the checkpoint folder at `path`. Raises ValueError naming what is wrong with it."""
+        return cls(load_model(path, compute_dtype(config), config.device), config)
+
+    def run(self, inputs: ModelInputs) -> Tensor:
+        """Logits float32 [R, vocab_size] of inputs.logits_rows."""
+        return self.model.forward(inputs, self.caches).float()

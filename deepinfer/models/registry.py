@@ -1,0 +1,84 @@
+"""Which model class serves which checkpoint: `model_type` of config.json -> loader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepinfer.config.model import ModelConfig
+from deepinfer.models.caches import Caches
+from deepinfer.models.deepseek_v41 import DeepseekV41
+from deepinfer.models.inputs import ModelInputs
+
+
+class Model(Protocol):
+    """What the engine needs of a model."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+
+    def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:
+        """Bytes that one block of tokens takes in all layers."""
+        ...
+
+    def allocate_caches(self, num_blocks: int, block_size: int, num_slots: int, cache_dtype: torch.dtype) -> Caches:
+        """Caches for `num_blocks` blocks and `num_slots` sequences, null block and null slot included."""
+        ...
+
+    def forward(self, inputs: ModelInputs, caches: Caches) -> Tensor:
+        """Logits, at least float32 [R, vocab_size], of inputs.logits_rows."""
+        ...
+
+
+def load_deepseek_v41(path: Path, dtype: torch.dtype, device: torch.device | str) -> DeepseekV41:
+    """DeepSeek-V4.1: weights from the public checkpoint format, Engram's token map from tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    from deepinfer.models.layers.engram_map import compressed_token_map
+    from deepinfer.models.loader import load_weights
+
+    config = ModelConfig.from_file(path)
+    token_map = None
+    if config.engram_layer_ids:
+        tokenizer_file = path / "tokenizer.json"
+        if not tokenizer_file.is_file():
+            raise ValueError(
+                f"model: no tokenizer.json in {path}; engram_layer_ids need it for the compressed token map"
+            )
+        compressed = compressed_token_map(Tokenizer.from_file(str(tokenizer_file)))
+        if len(compressed) > config.vocab_size:
+            raise ValueError(f"tokenizer.json has {len(compressed)} tokens, config vocab_size is {config.vocab_size}")
+        if int(compressed.max()) + 1 != config.engram_compressed_vocab_size:
+            raise ValueError(
+                f"config: engram_compressed_vocab_size is {config.engram_compressed_vocab_size}, "
+                f"the tokenizer's map has {int(compressed.max()) + 1} ids"
+            )
+        token_map = torch.zeros(config.vocab_size, dtype=torch.int64)
+        token_map[: len(compressed)] = torch.from_numpy(compressed).long()
+    return DeepseekV41(config, load_weights(path, config, dtype, device), token_map)
+
+
+LOADERS: dict[str, Callable[[Path, torch.dtype, torch.device | str], Model]] = {"deepseek_v41": load_deepseek_v41}
+
+
+def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Model:
+    """Load the checkpoint folder at `path`.
+
+    Raises:
+        ValueError: unknown model_type, or anything wrong with config or weights; the message names it.
+    """
+    path = Path(path)
+    try:
+        raw = json.loads((path / "config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"config: cannot read {path / 'config.json'}: {error}") from None
+    model_type = raw.get("model_type", "deepseek_v41" if "n_mtp_layers" in raw else None)
+    if model_type not in LOADERS:
+        raise ValueError(f"config: model_type is {model_type!r}, allowed: {', '.join(sorted(LOADERS))}")
+    return LOADERS[model_type](path, dtype, device)
