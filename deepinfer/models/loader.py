@@ -215,11 +215,13 @@ def _shards(path: Path) -> dict[str, list[str] | None]:
         return {SINGLE_NAME: None}
     try:
         weight_map = json.loads(index_path.read_text())["weight_map"]
-        items = [(str(file), name) for name, file in weight_map.items()]
+        items = [(file, name) for name, file in weight_map.items()]
+        if not all(isinstance(file, str) for file, _ in items):
+            raise TypeError("weight_map values must be file names")
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model: {index_path} is not a valid index: {type(error).__name__}: {error}") from None
     shards: dict[str, list[str] | None] = {}
-    for file, name in sorted(items, key=lambda item: item[0]):
+    for file, name in sorted(items):
         if Path(file).name != file:
             raise ValueError(f"model: {index_path} places {name!r} in {file!r}, allowed: a file beside the index")
         names = shards.setdefault(file, [])
