@@ -74,7 +74,7 @@ def attend(
     selected: Tensor | None,
     sink: Tensor,
 ) -> Tensor:
-    """Window rows kv [N, d] go to the ring; attention reads the ring (decode) or a buffer (prefill). q [N, H, d] -> same."""
+    """Window rows kv [N, d] go to the ring; attention reads the ring (decode) or a buffer (prefill). q [N, H, d]."""
     dim = kv.shape[-1]
     scale = dim**-0.5
     if window.from_ring:
