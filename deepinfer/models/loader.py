@@ -182,14 +182,14 @@ def _stream(
     path: Path, config: ModelConfig, include: Include | None, progress: bool
 ) -> Iterator[tuple[ParameterSpec, int | None, StoredTensor]]:
     """Yields (parameter, expert row or None, tensor) one shard at a time; the tensors view the open shard."""
-    shards = _shards(path)
+    shards = shard_names(path)
     headers = {file: _read_header(path / file, names) for file, names in shards.items()}
     specs, tensors = _check(config, headers, include)
     halves: dict[tuple[str, int | None], dict[str, Tensor]] = {}  # weight or scale, waiting for the other
     for number, file in enumerate(headers, 1):
         if progress:
             print(f"\rloading weights: shard {number}/{len(headers)}", end="", file=sys.stderr, flush=True)
-        with _open(path / file) as shard:
+        with open_shard(path / file) as shard:
             for name in headers[file]:
                 tensor = tensors.get(name)
                 if tensor is None:
@@ -206,7 +206,7 @@ def _stream(
         print(file=sys.stderr)
 
 
-def _shards(path: Path) -> dict[str, list[str] | None]:
+def shard_names(path: Path) -> dict[str, list[str] | None]:
     """File name -> tensor names the index promises there (None: no index), in file order."""
     index_path = path / INDEX_NAME
     if not index_path.is_file():
@@ -230,7 +230,8 @@ def _shards(path: Path) -> dict[str, list[str] | None]:
     return shards
 
 
-def _open(path: Path) -> safe_open:
+def open_shard(path: Path) -> safe_open:
+    """An open safetensors file. Raises ValueError naming it if it is missing, truncated or corrupt."""
     if not path.is_file():
         raise ValueError(f"model: shard {path} is missing")
     try:
@@ -241,7 +242,7 @@ def _open(path: Path) -> safe_open:
 
 def _read_header(path: Path, promised: list[str] | None) -> dict[str, tuple[Shape, str]]:
     """Tensor name -> (shape, dtype name); the names must be those that the index promises."""
-    with _open(path) as shard:
+    with open_shard(path) as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}
         header = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
     if promised is not None:
