@@ -1,14 +1,17 @@
-"""Choose one token a row: greedy rows by argmax, the others by one inverse-CDF draw inside their candidates.
+"""Choose one token a row: greedy rows by argmax, the others by inverse-CDF draws inside their candidates.
 
 Rows are grouped by how many candidates they keep, so the result of a row depends on its own logits and parameters
-only, never on its batch mates, and the vocabulary is never sorted when top_k or force_topk is set.
+only, never on its batch mates. Nothing is ever sorted: top_k and force_topk are a selection, and top_p is rejection
+sampling (the idea of FlashInfer's sorting-free sampler): draw, and draw again above that token if it lies outside.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deepinfer.outputs import TokenLogprob
 from deepinfer.params import SamplingParams
@@ -17,8 +20,8 @@ from deepinfer.sampling.penalties import edit_logits
 from deepinfer.sampling.random import uniforms
 from deepinfer.sampling.types import SampledSequence
 
-# Candidates tried first for top_p alone; rows whose nucleus is wider fall back to a full sort.
-NUCLEUS_CANDIDATES = 1024
+BLOCK = 128  # a draw finds the block of candidates first, then the candidate in it
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(slots=True)
@@ -34,19 +37,13 @@ def sample(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
     """Next token of each sequence from logits float32 [R, V] (not modified), R = len(sequences)."""
     edited = edit_logits(logits, sequences, eos_token_ids)
     best, tokens = edited.max(dim=-1)  # the first of equal largest logits
-    groups: dict[tuple[int, bool], list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for row, seq in enumerate(sequences):
         if not seq.params.is_greedy:
-            groups.setdefault(_candidates(seq.params, logits.shape[1]), []).append(row)
-    for (width, is_nucleus), rows in groups.items():
+            groups.setdefault(_num_candidates(seq.params, logits.shape[1]), []).append(row)
+    for width, rows in groups.items():
         group_logits = edited if len(rows) == len(sequences) else edited[rows]
-        draw = _Draw([sequences[row] for row in rows], best[rows], logits.device)
-        if is_nucleus:
-            tokens[rows] = draw.from_nucleus(group_logits, width)
-        elif width < logits.shape[1]:
-            tokens[rows] = draw.from_top(group_logits, width)
-        else:
-            tokens[rows] = draw.from_all(group_logits)
+        tokens[rows] = _draw(group_logits, best[rows, None], width, [sequences[row] for row in rows])
     token_ids = tokens.tolist()
     for row, seq in enumerate(sequences):
         if seq.params.golden_token_ids is not None:
@@ -56,66 +53,60 @@ def sample(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
     return SamplerOutput(token_ids, token_logprobs(logits, token_ids, sequences), invalid_rows)
 
 
-def _candidates(params: SamplingParams, vocab_size: int) -> tuple[int, bool]:
-    """(number of most likely tokens to look at, whether top_p alone bounds them)."""
-    limits = [k for k in (params.top_k, params.force_topk) if k]
-    if limits and min(limits) < vocab_size:
-        return min(limits), False
-    if params.top_p < 1:
-        return min(NUCLEUS_CANDIDATES, vocab_size), True
-    return vocab_size, False
+def _num_candidates(params: SamplingParams, vocab_size: int) -> int:
+    return min(params.top_k or vocab_size, params.force_topk or vocab_size, vocab_size)
 
 
-class _Draw:
-    """One uniform number a row and the parameters of the rows as columns [rows, 1]."""
+def _draw(logits: Tensor, best: Tensor, width: int, sequences: Sequence[SampledSequence]) -> Tensor:
+    """One token [G] among the `width` largest logits of each row [G, V]; best is the largest [G, 1]."""
 
-    def __init__(self, sequences: list[SampledSequence], best: Tensor, device: torch.device):
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
 
-        params = [seq.params for seq in sequences]
-        counters = [seq.num_output_tokens for seq in sequences]
-        self.best = best[:, None]
-        self.temperature = column([p.temperature for p in params], torch.float32)
-        self.top_p = column([p.top_p for p in params], torch.float64)
-        self.min_p = column([p.min_p for p in params], torch.float32)
-        self.uniform = torch.from_numpy(uniforms([s.seed for s in sequences], counters)).to(device)[:, None]
+    params = [seq.params for seq in sequences]
+    # Through the index map of top-k if it drops any token.
+    values, ids = logits.topk(width, sorted=False) if width < logits.shape[1] else (logits, None)
+    # A temperature that float32 rounds to zero would divide 0 by 0.
+    temperature = column([max(p.temperature, TINY) for p in params])
+    weights = (values - best).div_(temperature).exp_()  # unnormalised; the most likely token weighs 1
+    allowed_above = None  # weight of more likely tokens from which on a token lies outside the nucleus
+    if any(p.top_p < 1 for p in params):
+        share = column([p.top_p if p.top_p < 1 else torch.inf for p in params], torch.float64)
+        allowed_above = share * weights.sum(-1, keepdim=True, dtype=torch.float64)
+    if any(p.min_p for p in params):
+        weights.masked_fill_(weights < column([p.min_p for p in params]), 0.0)
+    choice = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
+    pending = torch.arange(len(sequences), device=logits.device)
+    for attempt in count():
+        rows = pending.tolist() if attempt else range(len(sequences))
+        seeds = [sequences[row].seed for row in rows]
+        counters = [sequences[row].num_output_tokens + (attempt << 40) for row in rows]
+        drawn = _inverse_cdf(weights, torch.from_numpy(uniforms(seeds, counters)).to(logits.device)[:, None])
+        choice[pending] = drawn
+        if allowed_above is None:
+            break
+        drawn_weight = weights.gather(1, drawn[:, None])
+        is_above = weights > drawn_weight
+        outside = ((weights * is_above).sum(-1, keepdim=True, dtype=torch.float64) >= allowed_above)[:, 0]
+        outside &= is_above.any(-1)
+        if not bool(outside.any()):
+            break
+        # Whatever is less likely than a token outside the nucleus lies outside too.
+        pending, allowed_above = pending[outside], allowed_above[outside]
+        weights = weights[outside] * is_above[outside]
+    return choice if ids is None else ids.gather(1, choice[:, None])[:, 0]
 
-    def weights(self, logits: Tensor) -> Tensor:
-        """Unnormalised probabilities; the most likely token has weight 1."""
-        return torch.exp((logits - self.best) / self.temperature)
 
-    def from_all(self, logits: Tensor) -> Tensor:
-        """Any token, in vocabulary order: min_p needs no sort."""
-        weights = self.weights(logits)
-        weights.masked_fill_(weights < self.min_p, 0.0)
-        cumulative = weights.cumsum(-1, dtype=torch.float64)
-        return torch.searchsorted(cumulative, self.uniform * cumulative[:, -1:], right=True)[:, 0]
-
-    def from_top(self, logits: Tensor, width: int) -> Tensor:
-        """One of the `width` most likely tokens, through the index map that top-k returns."""
-        values, ids = logits.topk(width)
-        weights = self.weights(values)
-        cumulative = weights.cumsum(-1, dtype=torch.float64)
-        return self._from_sorted(weights, cumulative, cumulative[:, -1:], ids)
-
-    def from_nucleus(self, logits: Tensor, width: int) -> Tensor:
-        """top_p over the whole vocabulary, sorting only as far as the widest nucleus needs."""
-        total = self.weights(logits).sum(-1, keepdim=True, dtype=torch.float64)
-        values, ids = logits.topk(width)
-        weights = self.weights(values)
-        cumulative = weights.cumsum(-1, dtype=torch.float64)
-        tokens = self._from_sorted(weights, cumulative, total, ids)
-        too_narrow = (cumulative[:, -1:] < self.top_p * total)[:, 0]
-        if width < logits.shape[1] and bool(too_narrow.any()):
-            tokens = torch.where(too_narrow, self.from_nucleus(logits, logits.shape[1]), tokens)
-        return tokens
-
-    def _from_sorted(self, weights: Tensor, cumulative: Tensor, total: Tensor, ids: Tensor) -> Tensor:
-        """Cut the most likely tokens to top_p of `total`, then to min_p, and draw among the rest."""
-        mass_before = cumulative - weights
-        keep = (mass_before < self.top_p * total) & (weights >= self.min_p)
-        num_kept = keep.sum(-1, keepdim=True).clamp_(min=1)
-        kept_mass = cumulative.gather(1, num_kept - 1)
-        choice = torch.searchsorted(cumulative, self.uniform * kept_mass, right=True)
-        return ids.gather(1, torch.minimum(choice, num_kept - 1))[:, 0]
+def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Index [G] drawn in proportion to weights float32 [G, W], from uniform float64 [G, 1] in [0, 1)."""
+    size = weights.shape[1]
+    blocks = pad(weights, (0, -size % BLOCK)).view(len(weights), -1, BLOCK)
+    ends = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = uniform * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    start = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    # The sum of a block rounds otherwise than its cumulative sum: stay below the latter.
+    target = torch.minimum(target - start, inside[:, -1:] * (1 - 2.0**-40))
+    index = block * BLOCK + torch.searchsorted(inside, target, right=True)
+    return index[:, 0].clamp_(max=size - 1)  # past the end only for NaN, which is reported as invalid
