@@ -91,7 +91,7 @@ class ModelConfigV4:
     attention_bias: bool = False
     mlp_bias: bool = False
     bos_token_id: int = 0
-    eos_token_id: int = 1
+    eos_token_ids: tuple[int, ...] = (1,)  # `eos_token_id`, a number or a list
     quantized: bool = False  # a `quantization_config` is present
 
     # ---------------------------------------------------------------- reading
@@ -104,7 +104,9 @@ class ModelConfigV4:
             ValueError: a key is missing, has a wrong type or contradicts another one; the message names it.
         """
         known = {f.name: f for f in fields(cls)}
-        derived = ("attention_kinds", "hash_layers", "rope_scaling", "quantized", "sparse_ratio", "heavy_ratio")
+        derived = (
+            "attention_kinds", "hash_layers", "rope_scaling", "quantized", "sparse_ratio", "heavy_ratio", "eos_token_ids"
+        )  # fmt: skip
         values = {key: value for key, value in raw.items() if key in known and key not in derived}
         if "qk_rope_head_dim" not in values and raw.get("partial_rotary_factor") and "head_dim" in raw:
             values["qk_rope_head_dim"] = int(raw["head_dim"] * raw["partial_rotary_factor"])
@@ -120,6 +122,7 @@ class ModelConfigV4:
         values["attention_kinds"] = _attention_kinds(raw, num_layers)
         values["hash_layers"] = _hash_layers(raw, num_layers)
         values["rope_scaling"] = _rope_scaling(raw)
+        values["eos_token_ids"] = _eos_token_ids(raw)
         values["quantized"] = raw.get("quantization_config") is not None
         return cls(**values)
 
@@ -141,7 +144,11 @@ class ModelConfigV4:
     @cached_property
     def layers(self) -> tuple[LayerPlanV4, ...]:
         """Every layer's plan."""
-        ratios = {AttentionKind.SLIDING: 0, AttentionKind.SPARSE: self.sparse_ratio, AttentionKind.HEAVY: self.heavy_ratio}
+        ratios = {
+            AttentionKind.SLIDING: 0,
+            AttentionKind.SPARSE: self.sparse_ratio,
+            AttentionKind.HEAVY: self.heavy_ratio,
+        }
         pairs = zip(self.attention_kinds, self.hash_layers, strict=True)
         return tuple(LayerPlanV4(i, kind, ratios[kind], hashed) for i, (kind, hashed) in enumerate(pairs))
 
@@ -191,11 +198,6 @@ class ModelConfigV4:
             _require(length == self.num_hidden_layers, name, f"{length} entries", f"{self.num_hidden_layers} entries")
 
 
-def is_deepseek_v4(raw: dict[str, Any]) -> bool:
-    """Whether a parsed config.json describes this architecture."""
-    return raw.get("model_type") == "deepseek_v4" or "DeepseekV4ForCausalLM" in (raw.get("architectures") or [])
-
-
 def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
     if not condition:
         raise ValueError(f"config: {name} is {value!r}, allowed: {allowed}")
@@ -232,10 +234,22 @@ def _hash_layers(raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
             raise ValueError("config: key 'num_hash_layers' is missing")
         _require(isinstance(count, int) and count >= 0, "num_hash_layers", count, "a non-negative integer")
         return tuple(layer_id < count for layer_id in range(num_layers))
-    _require(isinstance(kinds, list) and len(kinds) >= num_layers, "mlp_layer_types", kinds, f"a list of {num_layers} entries")
+    _require(
+        isinstance(kinds, list) and len(kinds) >= num_layers,
+        "mlp_layer_types",
+        kinds,
+        f"a list of {num_layers} entries",
+    )
     for layer_id, entry in enumerate(kinds[:num_layers]):
         _require(entry in ("hash_moe", "moe"), f"mlp_layer_types[{layer_id}]", entry, "'hash_moe' or 'moe'")
     return tuple(entry == "hash_moe" for entry in kinds[:num_layers])
+
+
+def _eos_token_ids(raw: dict[str, Any]) -> tuple[int, ...]:
+    value = raw.get("eos_token_id", 1)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    _require(all(type(i) is int for i in ids), "eos_token_id", value, "a token id or a list of them")
+    return tuple(ids)
 
 
 def _rope_scaling(raw: dict[str, Any]) -> RopeScaling:

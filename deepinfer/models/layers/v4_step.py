@@ -1,0 +1,101 @@
+"""Step metadata of DeepSeek-V4: overlapping and very long groups, each layer with its own compressor.
+
+The carry of a compressor is a ring of the last `span` tokens' inputs, a token at position % span, so nothing has to be
+reset between sequences: what a group reads was written by its own sequence or is masked out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.config.model_v4 import AttentionKind, LayerPlanV4, ModelConfigV4
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.layers.rope import rope_frequencies
+from deepinfer.models.layers.step import Geometry, Rotation, WindowPlan, entry_slots, expand, window_plan
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Groups that this step completes, for the layers of one kind."""
+
+    visible: Tensor  # int32 [N] groups that each row may see
+    members: Tensor  # int64 [groups, span] new row of each pooled token; N: none (carried, or before the first token)
+    series: Tensor  # int64 [span] which series of the token a member contributes
+    carried: Tensor  # int64 [C] members, counted flat, whose token is in the carry
+    carried_slots: Tensor  # int64 [C] state slot of each
+    carried_offsets: Tensor  # int64 [C] place of each in the carry ring
+    group_slots: Tensor  # int64 [groups] where the entry goes in the paged cache
+    rotation: Rotation  # at the first token of each group
+    kept_rows: Tensor  # int64 [kept] new rows that stay in the carry
+    kept_slots: Tensor  # int64 [kept]
+    kept_offsets: Tensor  # int64 [kept]
+    visible_slots: Tensor | None  # int32 [N, max(visible)] slots of every visible group, -1 = unused (HEAVY only)
+
+
+@dataclass(frozen=True)
+class StepMetadataV4:
+    """Built once a step by `StepMetadataV4.build`."""
+
+    inputs: ModelInputs
+    sequence_of_row: Tensor  # int32 [N]
+    rotations: dict[bool, Rotation]  # compressed layer? -> at each row's position
+    window: WindowPlan
+    groups: dict[AttentionKind, GroupPlan]
+
+    @classmethod
+    def build(cls, inputs: ModelInputs, config: ModelConfigV4, block_size: int, dtype: torch.dtype) -> StepMetadataV4:
+        """`dtype` is the compute dtype of the model."""
+        wide = torch.promote_types(dtype, torch.float32)
+        frequencies = {kind: rope_frequencies(config, kind).to(inputs.positions.device) for kind in (False, True)}
+        geometry = Geometry.of(inputs)
+        window = config.sliding_window
+        plans = {plan.kind: plan for plan in config.layers if plan.compress_ratio}
+        return cls(
+            inputs,
+            geometry.owner.to(torch.int32),
+            {kind: Rotation.at(inputs.positions, f, wide) for kind, f in frequencies.items()},
+            window_plan(geometry, window, window, inputs.is_prefill),
+            {
+                kind: _group_plan(geometry, plan, block_size, inputs, frequencies[True], wide)
+                for kind, plan in plans.items()
+            },
+        )
+
+
+def _group_plan(
+    g: Geometry, plan: LayerPlanV4, block_size: int, inputs: ModelInputs, frequencies: Tensor, dtype: torch.dtype
+) -> GroupPlan:
+    ratio, span = plan.compress_ratio, plan.group_span
+    first_group = g.start // ratio
+    sequence, offset = expand(g.context // ratio - first_group)
+    group = first_group[sequence] + offset
+    member = torch.arange(span, device=group.device)
+    position = group.unsqueeze(1) * ratio + member - (span - ratio)  # [groups, span]
+    column = sequence.unsqueeze(1)
+    is_new = position >= g.start[column]
+    carried = torch.where(((position >= 0) & ~is_new).flatten())[0]
+    entries = block_size // ratio
+    kept_rows = torch.where(g.positions >= g.context[g.owner] - span)[0]
+    visible = (g.positions + 1) // ratio
+    visible_slots = None
+    if plan.kind is AttentionKind.HEAVY:
+        every = torch.arange(int(visible.max()), device=group.device)
+        every = torch.where(every < visible.unsqueeze(1), every, -1)
+        visible_slots = entry_slots(every, inputs.block_tables, g.owner, entries)
+    return GroupPlan(
+        visible=visible.to(torch.int32),
+        members=torch.where(is_new, g.row_of(column, position), len(g.positions)),
+        series=member // ratio,
+        carried=carried,
+        carried_slots=g.state_slots[sequence[carried // span]],
+        carried_offsets=position.flatten()[carried] % span,
+        group_slots=inputs.block_tables[sequence, group // entries].long() * entries + group % entries,
+        rotation=Rotation.at(group * ratio, frequencies, dtype),
+        kept_rows=kept_rows,
+        kept_slots=g.state_slots[g.owner[kept_rows]],
+        kept_offsets=g.positions[kept_rows] % span,
+        visible_slots=visible_slots,
+    )
