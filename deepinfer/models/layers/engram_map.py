@@ -37,7 +37,7 @@ def compressed_token_map(tokenizer: Tokenizer) -> np.ndarray:
     compressed = np.empty(len(texts), dtype=np.int32)
     for token_id, text in zip(token_ids, texts, strict=True):
         if UNDECODABLE in text:
-            key = tokenizer.id_to_token(token_id)
+            key = tokenizer.id_to_token(token_id) or text
         else:
             key = NORMALIZER.normalize_str(text) or text
         compressed[token_id] = seen.setdefault(key, len(seen))
