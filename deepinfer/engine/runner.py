@@ -30,7 +30,8 @@ class ModelRunner:
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_position_embeddings
         self.eos_token_ids = model.eos_token_ids
-        cache_dtype = CACHE_DTYPES["fp8" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype]
+        automatic = config.kv_cache_dtype == "auto"
+        cache_dtype = model.default_cache_dtype if automatic else CACHE_DTYPES[config.kv_cache_dtype]
         longest = min(config.max_model_len or self.max_model_len, self.max_model_len)
         self.num_blocks = config.resolve_num_blocks(model.block_bytes(config.block_size, cache_dtype), longest)
         self.caches = model.allocate_caches(self.num_blocks, config.block_size, config.max_num_seqs + 1, cache_dtype)

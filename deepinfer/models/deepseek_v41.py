@@ -60,6 +60,7 @@ class DeepseekV41:
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
         self.eos_token_ids: tuple[int, ...] = (config.eos_token_id,)
+        self.default_cache_dtype = torch.uint8  # the released FP8 and FP4 rows
         self.quantize_activations = quantize_activations
         self.embed = weights.pop("embed.weight")
         self.norm = weights.pop("norm.weight")

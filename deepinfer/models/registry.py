@@ -5,33 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
-from deepinfer.models.caches import Caches
+from deepinfer.config.model_v4 import ModelConfigV4
+from deepinfer.models.deepseek_v4 import DeepseekV4
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.inputs import ModelInputs
 
 
 class Model(Protocol):
-    """What the engine needs of a model."""
+    """What the engine needs of a model; it passes the caches on without looking inside."""
 
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    default_cache_dtype: torch.dtype
 
     def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:
         """Bytes that one block of tokens takes in all layers."""
         ...
 
-    def allocate_caches(self, num_blocks: int, block_size: int, num_slots: int, cache_dtype: torch.dtype) -> Caches:
+    def allocate_caches(self, num_blocks: int, block_size: int, num_slots: int, cache_dtype: torch.dtype) -> Any:
         """Caches for `num_blocks` blocks and `num_slots` sequences, null block and null slot included."""
         ...
 
-    def forward(self, inputs: ModelInputs, caches: Caches) -> Tensor:
+    def forward(self, inputs: ModelInputs, caches: Any) -> Tensor:
         """Logits, at least float32 [R, vocab_size], of inputs.logits_rows."""
         ...
 
@@ -64,7 +66,18 @@ def load_deepseek_v41(path: Path, dtype: torch.dtype, device: torch.device | str
     return DeepseekV41(config, load_weights(path, config, dtype, device), token_map)
 
 
-LOADERS: dict[str, Callable[[Path, torch.dtype, torch.device | str], Model]] = {"deepseek_v41": load_deepseek_v41}
+def load_deepseek_v4(path: Path, dtype: torch.dtype, device: torch.device | str) -> DeepseekV4:
+    """DeepSeek-V4: float weights, in the public names or as `transformers` saves them."""
+    from deepinfer.models.deepseek_v4_weights import load_weights
+
+    config = ModelConfigV4.from_file(path)
+    return DeepseekV4(config, load_weights(path, config, dtype, device))
+
+
+LOADERS: dict[str, Callable[[Path, torch.dtype, torch.device | str], Model]] = {
+    "deepseek_v4": load_deepseek_v4,
+    "deepseek_v41": load_deepseek_v41,
+}
 
 
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Model:
