@@ -30,11 +30,11 @@ Way out::
     parser.stopped                                            # True once a stop string matched: abort the sequence
     parser.finish_reason("stop")                              # "stop" | "length" | "tool_calls" | "content_filter"
 
-    stream = ChatStream(request, id="chatcmpl-1", model="...", created=0)   # whole Chat Completions chunks
-    stream.start(Usage(prompt_tokens=11, cached_tokens=4))    # each call returns a list of chunk dicts
-    stream.push(text, token_count=1, logprobs=None)
-    stream.finish("stop")
-    stream.response()                                         # the non-streaming body, accumulated from the same events
+    stream = ChatStream(request, id="chatcmpl-1", model="...", created=0, tokenizer=tokenizer)   # one choice
+    chunks = stream.start(prompt_tokens=11, cached_tokens=4)  # each call returns a list of chunk dicts
+    chunks = stream.push_tokens(token_ids)                    # or push_text(text, token_count)
+    chunks = stream.finish("stop")                            # "stop" | "length" | "content_filter"; then stream.done
+    stream.response()                                         # the body of a request that does not stream
 
 Stop strings alone (plain completions): ``StopStrings(["END"]).push(text) -> (text to emit, matched string or None)``.
 
@@ -46,10 +46,14 @@ Every refused request is a ValueError (RequestError, with ``param`` naming the f
 """
 
 from deepinfer.recipe.chat_request import convert_chat_request, render_chat
+from deepinfer.recipe.chat_stream import ChatStream
 from deepinfer.recipe.conversation import Conversation, ImageSource, Message, ToolCall, ToolDefinition
 from deepinfer.recipe.detokenizer import Detokenizer
 from deepinfer.recipe.encoding import encode_prompt
 from deepinfer.recipe.errors import ConversionError, RequestError
+from deepinfer.recipe.events import AnswerText, Event, ReasoningText, ToolCallArguments, ToolCallStart
+from deepinfer.recipe.matching import StopStrings
+from deepinfer.recipe.output_reader import OutputReader, Usage
 from deepinfer.recipe.prompt import Prompt
 from deepinfer.recipe.render import render
 from deepinfer.recipe.request import (
@@ -59,24 +63,35 @@ from deepinfer.recipe.request import (
     OutputConstraint,
     ParsingOptions,
 )
+from deepinfer.recipe.stream_parser import StreamParser
 from deepinfer.recipe.tokenizer import Tokenizer
 
 __all__ = [
+    "AnswerText",
+    "ChatStream",
     "Conversation",
     "ConversationRequest",
     "ConversionError",
     "ConversionOptions",
     "Detokenizer",
+    "Event",
     "ImageSource",
     "InferenceOptions",
     "Message",
     "OutputConstraint",
+    "OutputReader",
     "ParsingOptions",
     "Prompt",
+    "ReasoningText",
     "RequestError",
+    "StopStrings",
+    "StreamParser",
     "Tokenizer",
     "ToolCall",
+    "ToolCallArguments",
+    "ToolCallStart",
     "ToolDefinition",
+    "Usage",
     "convert_chat_request",
     "encode_prompt",
     "render",

@@ -1,0 +1,104 @@
+"""One sequence's output as every protocol reads it: tokens or text in, parser events and usage out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer.recipe.detokenizer import Detokenizer
+from deepinfer.recipe.events import Event, new_call_id
+from deepinfer.recipe.request import ParsingOptions
+from deepinfer.recipe.stream_parser import StreamParser
+from deepinfer.recipe.tokenizer import Tokenizer
+
+# Log probability of a token, and of its likeliest alternatives as (token ID, log probability).
+TokenLogprob = tuple[float, Sequence[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts.  ``reasoning_tokens`` is None when not thinking, or unknown without a tokenizer."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int | None = None
+
+
+class OutputReader:
+    """Feeds a StreamParser and counts what goes by.  Tokens after a stop string are not counted."""
+
+    def __init__(
+        self,
+        options: ParsingOptions,
+        tokenizer: Tokenizer | None = None,
+        new_id: Callable[[int, bool], str] = new_call_id,
+    ) -> None:
+        self.parser = StreamParser(options, new_id)
+        self.finish_reason: str | None = None
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still held back
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._completion_tokens = 0
+
+    def start(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
+
+    def push_text(self, text: str, token_count: int = 0, logprobs: Sequence[Any] = ()) -> list[Event]:
+        """Events of the next text, which ``token_count`` tokens stand for.  Nothing once the output has ended."""
+        if self.finish_reason is not None:
+            return []
+        self._completion_tokens += token_count
+        events = self.parser.push(text, logprobs)
+        if self.parser.stopped:
+            self.finish_reason = "stop"
+        return events
+
+    def push_tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> list[Event]:
+        """Events of the next tokens.  Raises ValueError without a tokenizer, or when log probabilities are missing."""
+        if self._tokenizer is None or self._detokenizer is None:
+            raise ValueError("token IDs need a tokenizer")
+        if logprobs is not None and len(logprobs) != len(token_ids):
+            raise ValueError(
+                f"invalid log probabilities: {len(logprobs)} log probabilities for {len(token_ids)} token IDs"
+            )
+        text, ready = "", []
+        for i, token_id in enumerate(token_ids):
+            if logprobs is not None:
+                self._logprobs.append(logprob_record(self._tokenizer, token_id, *logprobs[i]))
+            shown = self._detokenizer.push((token_id,))
+            if shown:
+                text += shown
+                ready += self._logprobs
+                self._logprobs = []
+        return self.push_text(text, len(token_ids), ready)
+
+    def finish(self, engine_reason: str = "stop") -> list[Event]:
+        """Events at the end of the output.  Bytes of a character that was cut off are dropped."""
+        if self.finish_reason is not None:
+            return []
+        events = self.parser.finish()
+        self.finish_reason = self.parser.finish_reason(engine_reason)
+        return events
+
+    def usage(self) -> Usage:
+        reasoning = None
+        if self.parser.options.thinking_initial_stage is not None and self._tokenizer is not None:
+            reasoning = len(self._tokenizer.encode_text(self.parser.reasoning))
+        return Usage(self._prompt_tokens, self._cached_tokens, self._completion_tokens, reasoning)
+
+
+def logprob_record(
+    tokenizer: Tokenizer, token_id: int, logprob: float, top: Sequence[tuple[int, float]] = ()
+) -> dict[str, Any]:
+    """One token as the OpenAI protocols report it, with its alternatives."""
+    return {
+        **_token_record(tokenizer, token_id, logprob),
+        "top_logprobs": [_token_record(tokenizer, other, value) for other, value in top],
+    }
+
+
+def _token_record(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.bytes_of(token_id)
+    return {"token": data.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(data)}
