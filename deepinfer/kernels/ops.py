@@ -1,5 +1,6 @@
 """The operations the models call. Importing this registers every backend that this machine can run."""
 
+from deepinfer.kernels import cpu  # noqa: F401  (registers its backends)
 from deepinfer.kernels.reference.attention import sparse_attention
 from deepinfer.kernels.reference.basic import rms_norm, rope, swiglu
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows

@@ -1,0 +1,287 @@
+"""Random inputs of every kernel operation: what each backend must agree on with the PyTorch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.ops import RowFormat
+
+Case = tuple[Any, ...]  # the arguments of one call
+INF = float("inf")
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator)
+
+
+def integers(generator: torch.Generator, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.randint(low, high, shape, generator=generator, dtype=dtype)
+
+
+def strided_cache(g: torch.Generator, pages: int, size: int, dim: int, kind: str, row_format: RowFormat) -> Tensor:
+    """A view [pages, size, row] into a wider state row, as the engine's caches are; the space around it is poisoned."""
+    if kind == "packed":
+        row = row_format.row_bytes(dim)
+        wide = torch.full((pages, size * row + 24), 255, dtype=torch.uint8)
+        cache = wide[:, 8 : 8 + size * row].unflatten(1, (size, row))
+        values = normal(g, pages * size, dim) * torch.exp(normal(g, pages * size, 1))
+        from deepinfer.kernels.reference.cache_rows import store_rows
+
+        store_rows.reference(cache, torch.arange(pages * size), values, row_format)
+        return cache
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[kind]
+    wide = torch.full((pages, size * dim + 5), float("nan"), dtype=dtype)
+    cache = wide[:, 3 : 3 + size * dim].unflatten(1, (size, dim))
+    cache.copy_(normal(g, pages, size, dim))
+    return cache
+
+
+def extreme_rows(g: torch.Generator, n: int, dim: int) -> Tensor:
+    """Zeros, huge, tiny and denormal rows, exact ties of every format, and ordinary ones."""
+    rows = normal(g, n, dim) * 10.0 ** integers(g, -6, 4, n, 1).float()
+    special = [
+        torch.zeros(dim),
+        -torch.zeros(dim),
+        normal(g, dim) * 1e30,
+        normal(g, dim) * 1e-38,
+        normal(g, dim) * 1e-42,
+        torch.linspace(-6, 6, dim).mul(4).round().div(4),
+        torch.arange(dim).remainder(17).sub(8).float() * 0.25,
+        torch.arange(dim).float() * 2.0**-9,
+        torch.full((dim,), 448.0),
+        torch.full((dim,), 1e-4),
+        torch.arange(dim).float() * 0.0625 + 448,
+        torch.full((dim,), 6 * 2.0**-9),
+    ]
+    for i, row in enumerate(special[:n]):
+        rows[i] = row
+    return rows
+
+
+def rms_norm(g: torch.Generator) -> Iterator[Case]:
+    for n, dim in ((0, 64), (1, 384), (7, 33), (130, 512)):
+        yield normal(g, n, dim) * 3, normal(g, dim), 1e-20
+    yield normal(g, 2, 3, 64) * 1e-12, normal(g, 64), 1e-20
+    yield normal(g, 2, 64) * 1e15, normal(g, 64), 1e-6
+
+
+def rope(g: torch.Generator) -> Iterator[Case]:
+    for n, heads, dim, pairs in ((0, 2, 32, 8), (1, 8, 128, 16), (5, 3, 50, 7), (9, 4, 64, 32)):
+        for inverse in (False, True):
+            angle = normal(g, n, pairs) * 10
+            yield normal(g, n, heads, dim), angle.cos(), angle.sin(), inverse
+
+
+def swiglu(g: torch.Generator) -> Iterator[Case]:
+    for n, inner, limit in ((0, 8, 10.0), (1, 128, 10.0), (6, 37, 0.5)):
+        yield normal(g, n, 2 * inner) * 8, limit
+    yield normal(g, 3, 64) * 1e4, 10.0
+
+
+def hc_mix(g: torch.Generator, n: int, hc: int, dim: int) -> tuple[Any, ...]:
+    mixes = hc * (2 + hc)
+    fn = normal(g, mixes, hc * dim) * (hc * dim) ** -0.5
+    weights = fn, normal(g, 3), normal(g, mixes), normal(g, dim)
+    return (torch.rand(n, hc, generator=g), *weights, 20, 1e-6, 1e-20)
+
+
+HC_SHAPES = ((0, 4, 64), (1, 4, 384), (2, 4, 96), (5, 2, 40), (33, 4, 128), (3, 6, 32), (2, 9, 32))
+
+
+def hc_post(g: torch.Generator) -> Iterator[Case]:
+    for n, hc, dim in HC_SHAPES:
+        yield normal(g, n, hc, dim), normal(g, n, dim), normal(g, n, hc), torch.rand(n, hc, hc, generator=g)
+
+
+def hc_pre(g: torch.Generator) -> Iterator[Case]:
+    for n, hc, dim in HC_SHAPES:
+        yield normal(g, n, hc, dim), *hc_mix(g, n, hc, dim)
+    repeated = normal(g, 3, 1, 64).expand(-1, 4, -1)
+    one_hot = torch.tensor([1.0, 0, 0, 0]).expand(3, -1)
+    yield repeated, one_hot, *hc_mix(g, 3, 4, 64)[1:]
+
+
+def hc_post_pre(g: torch.Generator) -> Iterator[Case]:
+    for n, hc, dim in HC_SHAPES:
+        comb = torch.rand(n, hc, hc, generator=g)
+        yield normal(g, n, hc, dim), normal(g, n, dim), normal(g, n, hc), comb, *hc_mix(g, n, hc, dim)
+
+
+def sparse_attention(g: torch.Generator) -> Iterator[Case]:
+    for kind in ("float32", "bfloat16", "packed"):
+        for n, heads, dim, window, selected in (
+            (0, 2, 32, 4, 4),
+            (1, 8, 128, 128, 512),
+            (1, 1, 32, 3, 0),
+            (3, 5, 64, 17, 9),
+            (40, 4, 96, 16, 24),
+            (2, 64, 512, 20, 30),
+        ):
+            pages, size = 6, 50
+            q = normal(g, n, heads, dim)
+            window_cache = strided_cache(g, pages, size, dim, kind, RowFormat.FP8)
+            window_slots = integers(g, -40, pages * size, n, window).clamp_min(-1)
+            latent_cache = strided_cache(g, pages, size, dim, kind, RowFormat.NVFP4)
+            latent_slots = integers(g, -150, pages * size, n, selected).clamp_min(-1)
+            if n > 1:
+                window_slots[0], latent_slots[0] = -1, -1  # no key at all
+                latent_slots[1] = -1
+            sink = normal(g, heads) * 3
+            yield q, window_cache, window_slots, latent_cache, latent_slots, sink, dim**-0.5
+            yield q * 2, window_cache, window_slots, None, None, sink, dim**-0.5
+
+
+def index_scores(g: torch.Generator) -> Iterator[Case]:
+    for kind in ("float32", "bfloat16", "packed"):
+        for n, heads, dim, sequences, longest in (
+            (0, 2, 32, 1, 5),
+            (1, 32, 128, 1, 700),
+            (37, 2, 32, 3, 90),
+            (50, 4, 64, 1, 300),
+        ):
+            entries, blocks = 24, 40
+            cache = strided_cache(g, blocks, entries, dim, kind, RowFormat.MXFP4)
+            tables = integers(g, 0, blocks, sequences, -(-longest // entries))
+            of_row = integers(g, 0, sequences, n).sort().values
+            visible = integers(g, 0, longest + 1, n)
+            yield normal(g, n, heads, dim), normal(g, n, heads), cache, tables, of_row, visible
+    cache = strided_cache(g, 4, 8, 32, "float32", RowFormat.MXFP4)
+    yield (
+        normal(g, 2, 2, 32),
+        normal(g, 2, 2),
+        cache,
+        integers(g, 0, 4, 1, 4),
+        torch.zeros(2).int(),
+        torch.zeros(2).int(),
+    )
+
+
+def tied_scores(g: torch.Generator, n: int, width: int) -> Tensor:
+    """Many equal scores, both zeros and unreachable positions."""
+    scores = normal(g, n, width).mul(2).round()
+    scores = torch.where(torch.rand(n, width, generator=g) < 0.2, -0.0, scores)
+    return torch.where(torch.rand(n, width, generator=g) < 0.3, -INF, scores)
+
+
+def top_k_positions(g: torch.Generator) -> Iterator[Case]:
+    for n, width, k in ((0, 9, 4), (1, 0, 3), (1, 3000, 512), (4, 10, 10), (5, 7, 12), (6, 300, 8), (3, 50, 1)):
+        yield normal(g, n, width) * 1e3, k
+        yield tied_scores(g, n, width), k
+    yield torch.full((2, 9), -INF), 4
+    yield torch.tensor([[3e38, 1e-45, -1e-45, -3e38, 0.0, -0.0]]), 3
+
+
+def candidate_blocks(g: torch.Generator) -> Iterator[Case]:
+    for n, width, block, top in ((1, 0, 4, 3), (1, 700, 8, 20), (6, 50, 4, 3), (5, 33, 8, 50), (3, 12, 4, 1)):
+        visible = integers(g, 0, width + 1, n)
+        hidden = torch.arange(width) >= visible[:, None]
+        yield tied_scores(g, n, width).masked_fill(hidden, -INF), visible, block, top
+        yield normal(g, n, width).masked_fill(hidden, -INF), visible, block, top
+
+
+def mask_to_candidates(g: torch.Generator) -> Iterator[Case]:
+    for n, width, block in ((0, 12, 4), (1, 700, 8), (6, 50, 4), (3, 9, 16)):
+        yield normal(g, n, width), torch.rand(n, -(-width // block), generator=g) < 0.5, block
+
+
+def engram_hash(g: torch.Generator) -> Iterator[Case]:
+    for n, length, heads in ((0, 3, 2), (1, 4, 8), (40, 3, 2)):
+        history = integers(g, -20, 90000, n, length, dtype=torch.int64).clamp_min(-1)
+        multipliers = integers(g, 1, 2**45, length, dtype=torch.int64)
+        primes = integers(g, 3, 16_000_900, length - 1, heads, dtype=torch.int64)
+        yield history, multipliers, primes, integers(g, 0, 10**8, length - 1, heads, dtype=torch.int64), 2
+
+
+def engram_gate(g: torch.Generator) -> Iterator[Case]:
+    for n, hc, dim in ((0, 4, 32), (1, 4, 384), (9, 2, 50)):
+        case = normal(g, n, hc, dim), normal(g, n, (hc + 1) * dim) * 3, normal(g, hc, dim)
+        yield *case, None, 1e-20
+        yield *case, torch.rand(n, generator=g) < 0.5, 1e-20
+    yield normal(g, 2, 1, 32).expand(-1, 4, -1), normal(g, 2, 160), normal(g, 4, 32), None, 1e-20
+
+
+def moe_gate(g: torch.Generator) -> Iterator[Case]:
+    for n, experts, k in ((0, 8, 2), (1, 24, 4), (50, 384, 6), (3, 5, 5)):
+        logits = normal(g, n, experts) * 3
+        yield logits, normal(g, experts), k, True, 1.5
+        yield logits * 20, normal(g, n, experts), k, False, 1.0
+    yield torch.zeros(3, 16), torch.zeros(16), 4, True, 1.5
+
+
+def moe_experts(g: torch.Generator) -> Iterator[Case]:
+    for n, dim, inner, experts, k in (
+        (0, 64, 32, 4, 2),
+        (1, 384, 128, 24, 4),
+        (5, 96, 32, 8, 2),
+        (70, 64, 96, 6, 3),
+        (3, 50, 20, 4, 2),
+    ):
+        chosen = torch.rand(n, experts, generator=g).argsort(1)[:, :k].int()
+        weights = normal(g, experts, 2 * inner, dim) * dim**-0.5, normal(g, experts, dim, inner) * inner**-0.5
+        for quantize in (False, True) if dim % 32 == 0 else (False,):
+            yield normal(g, n, dim) * 2, chosen, torch.rand(n, k, generator=g), *weights, 10.0, quantize
+
+
+CACHES = [("float32", RowFormat.FP8), ("bfloat16", RowFormat.NVFP4), *(("packed", f) for f in RowFormat)]
+
+
+def store_rows(g: torch.Generator) -> Iterator[Case]:
+    for kind, row_format in CACHES:
+        for n, dim in ((0, 32), (1, 128), (60, 64), (23, 512)):
+            cache = strided_cache(g, 5, 16, dim, kind, row_format)
+            slots = torch.randperm(80, generator=g)[:n]
+            yield cache, slots, extreme_rows(g, n, dim), row_format
+            yield cache.clone(), slots.int(), extreme_rows(g, n, dim), row_format
+
+
+def load_rows(g: torch.Generator) -> Iterator[Case]:
+    for kind, row_format in CACHES:
+        for dim in (32, 128, 512):
+            cache = strided_cache(g, 5, 16, dim, kind, row_format)
+            yield cache, integers(g, 0, 80, 3, 7), row_format, dim, torch.float32
+            yield cache, integers(g, 0, 80, 0, dtype=torch.int64), row_format, dim, torch.float32
+            yield cache, integers(g, -1, 80, 40, dtype=torch.int64), row_format, dim, torch.float32
+        if kind == "packed":  # every byte value, also those that no store writes
+            row = row_format.row_bytes(64)
+            every = torch.arange(row * 256).reshape(256, 1, row).remainder(251).to(torch.uint8)
+            yield every, torch.arange(256), row_format, 64, torch.float32
+
+
+def round_trip_rows(g: torch.Generator) -> Iterator[Case]:
+    for kind, row_format in CACHES:
+        for n, dim in ((0, 32), (60, 128), (20, 64)):
+            yield extreme_rows(g, n, dim), strided_cache(g, 2, 4, dim, kind, row_format), row_format
+
+
+CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
+    f.__name__: f
+    for f in (
+        candidate_blocks,
+        engram_gate,
+        engram_hash,
+        hc_post,
+        hc_post_pre,
+        hc_pre,
+        index_scores,
+        load_rows,
+        mask_to_candidates,
+        moe_experts,
+        moe_gate,
+        rms_norm,
+        rope,
+        round_trip_rows,
+        sparse_attention,
+        store_rows,
+        swiglu,
+        top_k_positions,
+    )
+}
+# Operations whose results are integers, masks or stored formats: every backend agrees exactly.
+EXACT = {
+    "candidate_blocks", "engram_hash", "load_rows", "mask_to_candidates", "round_trip_rows", "store_rows",
+    "top_k_positions",
+}  # fmt: skip

@@ -1,0 +1,136 @@
+"""Every backend of every operation agrees with the PyTorch reference, over random, empty, ragged and extreme inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import deepinfer.kernels.ops  # noqa: F401  (registers the backends)
+from deepinfer.kernels.registry import OPERATIONS
+from tests.kernels.cases import CASES, EXACT, normal
+
+SEEDS = (0, 1, 2)
+BACKENDS = [(name, device) for name, op in sorted(OPERATIONS.items()) for device in sorted(op.backends)]
+
+
+def copied(argument):
+    """A copy with the same strides, so that both sides may write into their own."""
+    if not isinstance(argument, Tensor):
+        return argument
+    if argument.is_contiguous() or argument._base is None:
+        return argument.clone()
+    return argument._base.clone().as_strided(argument.shape, argument.stride(), argument.storage_offset())
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Fill freed memory with NaN, so that a value that a kernel forgot to write shows."""
+    for size in (64, 1024, 16384, 262144):
+        [torch.full((size,), float("nan")) for _ in range(8)]
+
+
+def test_every_operation_has_cases():
+    assert set(CASES) == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("name", "device"), BACKENDS)
+def test_agrees_with_reference(name: str, device: str, seed: int):
+    implementation, reference = OPERATIONS[name].backends[device], OPERATIONS[name].reference
+    covered = 0
+    for case in CASES[name](torch.Generator().manual_seed(seed)):
+        ours, theirs = [copied(a) for a in case], [copied(a) for a in case]
+        result = implementation(*ours)
+        if result is NotImplemented:
+            continue
+        covered += 1
+        expected = reference(*theirs)
+        if name == "moe_experts" and case[-1]:  # a last-bit difference may round an activation to the next FP8 value
+            assert (result - expected).norm() <= 2e-3 * expected.norm()
+        else:
+            compare(name, result, expected)
+        for before, after in zip(theirs, ours, strict=True):  # what was written, and that nothing else was
+            if isinstance(before, Tensor):
+                compare_exactly(_whole(after), _whole(before))
+    if not covered:
+        pytest.skip("this backend covers none of the cases here")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """With the space around a view."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def compare(name: str, result, expected) -> None:
+    if isinstance(expected, tuple):
+        assert len(result) == len(expected)
+        for one, other in zip(result, expected, strict=True):
+            compare(name, one, other)
+    elif expected is None:
+        assert result is None
+    else:
+        assert result.dtype == expected.dtype and result.shape == expected.shape
+        if name in EXACT or not expected.is_floating_point():
+            compare_exactly(result, expected)
+        else:
+            finite = expected[expected.isfinite()]
+            scale = finite.abs().max().item() if finite.numel() else 1.0
+            torch.testing.assert_close(result, expected, rtol=2e-5, atol=4e-6 * max(scale, 1e-30), equal_nan=True)
+
+
+def compare_exactly(result: Tensor, expected: Tensor) -> None:
+    """Bit for bit (NaN equals NaN, -0 does not equal 0)."""
+    if expected.is_floating_point() and expected.numel():
+        same = (result == expected) & (torch.signbit(result) == torch.signbit(expected))
+        assert bool((same | (result.isnan() & expected.isnan())).all())
+    else:
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize(("name", "device"), [b for b in BACKENDS if b[1] == "cpu"])
+def test_float64_runs_the_reference(name: str, device: str):
+    """A float64 call through the registry gives the reference's result in float64."""
+    for case in CASES[name](torch.Generator().manual_seed(5)):
+        wide = [a.double() if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in case]
+        if name in ("load_rows", "top_k_positions", "mask_to_candidates", "candidate_blocks", "engram_hash"):
+            continue
+        expected = OPERATIONS[name].reference(*[copied(a) for a in wide])
+        compare_reference = OPERATIONS[name](*[copied(a) for a in wide])
+        for one, other in zip(_tuple(compare_reference), _tuple(expected), strict=True):
+            if isinstance(other, Tensor):
+                compare_exactly(one, other)
+
+
+def _tuple(value) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+@pytest.mark.parametrize("name", ["sparse_attention", "moe_experts", "hc_post_pre", "index_scores"])
+def test_threads_do_not_change_results(name: str):
+    """One thread and several agree closely (attention may split the keys of a row)."""
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            results.append([OPERATIONS[name](*map(copied, c)) for c in CASES[name](torch.Generator().manual_seed(9))])
+        for one, other in zip(*results, strict=True):
+            compare(name, one, other)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rows_do_not_depend_on_their_batch():
+    """An expert row computed alone equals, bit for bit, the same row computed among others."""
+    g = torch.Generator().manual_seed(3)
+    x, gates = normal(g, 33, 64), torch.rand(33, 2, generator=g)
+    chosen = torch.rand(33, 6, generator=g).argsort(1)[:, :2].int()
+    w13, w2 = normal(g, 6, 64, 64), normal(g, 6, 64, 32)
+    together = OPERATIONS["moe_experts"](x, chosen, gates, w13, w2, 10.0, False)
+    if OPERATIONS["moe_experts"].backends.get("cpu") is None:
+        pytest.skip("only the C kernels promise this")
+    for row in (0, 17, 32):
+        one = slice(row, row + 1)
+        alone = OPERATIONS["moe_experts"](x[one], chosen[one], gates[one], w13, w2, 10.0, False)
+        assert torch.equal(alone, together[one])
