@@ -13,9 +13,10 @@ from torch import Tensor
 
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
-from deepinfer.engine.model_inputs import ModelInputs, build_model_inputs
+from deepinfer.engine.model_inputs import build_model_inputs
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
+from deepinfer.models.inputs import ModelInputs
 from deepinfer.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.random import derive_seed

@@ -5,6 +5,7 @@ from pathlib import Path
 import deepinfer
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.runner import ModelRunner
 
 PACKAGED_MODELS = ("nano",)
 
@@ -24,9 +25,6 @@ def resolve_model(model: str | Path) -> Path:
 
 def load_engine(model: str | Path, config: EngineConfig | None = None) -> Engine:
     """Load weights, size the caches and make the engine. Raises ValueError for a bad model, config or checkpoint."""
-    from deepinfer.engine.runner import ModelRunner
-
     config = config or EngineConfig()
-    path = resolve_model(model)
-    runner = ModelRunner.from_checkpoint(path, config)
+    runner = ModelRunner.from_checkpoint(resolve_model(model), config)
     return Engine(runner, config, runner.eos_token_ids)

@@ -1,9 +1,12 @@
 """Builds the inputs of a forward step (deepinfer/models/inputs.py) from a scheduled batch."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
 from deepinfer.engine.scheduler import ScheduledBatch
+from deepinfer.engine.sequence import Sequence
 from deepinfer.models.inputs import ModelInputs
 
 
@@ -37,7 +40,7 @@ def build_model_inputs(batch: ScheduledBatch, device: torch.device | str = "cpu"
     return ModelInputs(batch.is_prefill, *(torch.from_numpy(a).to(device, non_blocking=True) for a in arrays))
 
 
-def _chunks(batch: ScheduledBatch):
+def _chunks(batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
     return zip(batch.sequences, batch.num_tokens, strict=True)
 
 

@@ -7,7 +7,7 @@ so a wrong block, slot, position or reset changes the tokens.
 import numpy as np
 import torch
 
-from deepinfer.engine.model_inputs import ModelInputs
+from deepinfer.models.inputs import ModelInputs
 from deepinfer.params import SamplingParams
 
 VOCAB_SIZE = 61
