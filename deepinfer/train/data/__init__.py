@@ -1,0 +1,1 @@
+"""Training data of the nano checkpoint: sources, generators, tokenizer and packing."""
