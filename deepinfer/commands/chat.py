@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import time
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ import typer
 from deepinfer.commands import options
 
 if TYPE_CHECKING:
+    from deepinfer.outputs import TokenLogprob
     from deepinfer.params import SamplingParams
+    from deepinfer.recipe import Event, ParsingOptions
     from deepinfer.server.text_engine import TextEngine
 
 HELP = "/reset forgets the conversation, /exit leaves (so does Ctrl-D), Ctrl-C stops an answer"
@@ -128,32 +131,45 @@ class Session:
         self.messages.append({"role": "assistant", "content": answer})
 
     async def _answer(self) -> str:
-        from deepinfer.recipe import AnswerText, ParsingOptions, ReasoningText, StreamParser, encode_prompt, render_chat
+        from deepinfer.recipe import AnswerText, ParsingOptions, ReasoningText, encode_prompt, render_chat
 
         start = time.monotonic()
         version = self.engine.model_version
         prompt = encode_prompt(
             render_chat(self.messages, thinking=self.thinking, model_version=version), self.engine.tokenizer
         )
-        parser = StreamParser(ParsingOptions(thinking_initial_stage="ReasoningStart" if self.thinking else None))
-        answer, first, count, shown_thinking = "", 0.0, 0, False
-        async for delta in self.engine.stream(prompt, self.params):
+        parsing = ParsingOptions(thinking_initial_stage="ReasoningStart" if self.thinking else None)
+        reader = EventReader(self.engine, parsing)
+        answer, first, count, thought = "", 0.0, 0, False
+        async for delta in self.engine.stream(prompt, self.params, reader):
             first = first or time.monotonic()
             count += len(delta.token_ids)
-            events = list(parser.push(delta.text))
-            if delta.finish_reason is not None:
-                events += parser.finish()
-            for event in events:
+            for event in itertools.chain(*delta.pieces):
                 if isinstance(event, ReasoningText):
-                    shown_thinking = True
+                    thought = True
                     print(_dim(event.text), end="", flush=True)
                 elif isinstance(event, AnswerText):
-                    print(("\n\n" if shown_thinking and not answer else "") + event.text, end="", flush=True)
+                    print(("\n\n" if thought and not answer else "") + event.text, end="", flush=True)
                     answer += event.text
         print()
         if self.stats:
             print(_dim(_stats_line(len(prompt), count, first - start, time.monotonic() - first)))
         return answer
+
+
+class EventReader:
+    """Recipe's events of one answer, as a Reader of text_engine."""
+
+    def __init__(self, engine: TextEngine, parsing: ParsingOptions):
+        from deepinfer.recipe import OutputReader
+
+        self.output = OutputReader(parsing, engine.tokenizer)
+
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[list[Event], str | None]:
+        return self.output.push_tokens([token_id]), self.output.parser.stop_string
+
+    def finish(self, reason: str) -> list[Event]:
+        return self.output.finish(reason)
 
 
 def _stats_line(prompt: int, count: int, time_to_first: float, decode_seconds: float) -> str:

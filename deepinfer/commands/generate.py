@@ -101,18 +101,21 @@ async def _print_answers(engine: TextEngine, prompt: list[int], params: Sampling
     """The answers one after another, each as it is generated."""
     from dataclasses import replace
 
+    from deepinfer.server.text_engine import TextReader
+
     for number in range(params.n):
         if params.n > 1:
             print(f"{'' if number == 0 else chr(10)}--- {number + 1} of {params.n}")
         seed = None if params.seed is None else params.seed + number
-        async for delta in engine.stream(prompt, replace(params, n=1, seed=seed), params.stop):
+        reader = TextReader(engine.tokenizer, params.stop)
+        async for delta in engine.stream(prompt, replace(params, n=1, seed=seed), reader):
             if params.logprobs is not None:
                 for item in delta.logprobs:
                     print(_logprob_line(engine, item))
             elif ids:
                 print("".join(f"{token_id} " for token_id in delta.token_ids), end="", flush=True)
             else:
-                print(delta.text, end="", flush=True)
+                print("".join(delta.pieces), end="", flush=True)
         print()
 
 

@@ -18,7 +18,7 @@ from deepinfer.server.logprobs import completion_logprobs, token_text
 from deepinfer.server.protocol import CompletionRequest
 from deepinfer.server.state import ServerState, server_state, start_sequences
 from deepinfer.server.streams import event_stream, merge
-from deepinfer.server.text_engine import TextDelta
+from deepinfer.server.text_engine import Delta, TextReader
 from deepinfer.server.usage import usage_body
 
 router = APIRouter()
@@ -40,7 +40,11 @@ async def create_completion(request: Request) -> Response:
     if body.echo and body.logprobs is not None:
         raise ApiError("echo with logprobs is not supported: prompt tokens have no log-probabilities", param="echo")
     n = body.n or 1
-    streams = start_sequences(state, prompts, params, n, stop, arrival, "prompt")
+
+    def open_reader() -> TextReader:
+        return TextReader(state.text.tokenizer, stop)
+
+    streams = start_sequences(state, prompts, params, n, open_reader, arrival, "prompt")
     answer = Answer(state, body, [Choice(index, prompts[index // n]) for index in range(len(streams))])
     deltas = merge(request, streams)
     if body.stream:
@@ -77,8 +81,8 @@ class Choice:
     stop_reason: int | str | None = None
     offset: int = 0  # characters of the tokens so far, for text_offset
 
-    def add(self, delta: TextDelta) -> None:
-        self.text += delta.text
+    def add(self, delta: Delta[str]) -> None:
+        self.text += "".join(delta.pieces)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -100,13 +104,15 @@ class Answer:
         choices = [self._choice(choice, self._echo(choice) + choice.text, choice) for choice in self.choices]
         return self.head | {"choices": choices, "usage": self.usage()}
 
-    async def chunks(self, deltas: AsyncGenerator[tuple[int, TextDelta], None]) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(
+        self, deltas: AsyncGenerator[tuple[int, Delta[str]], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         started: set[int] = set()
         try:
             async for index, delta in deltas:
                 choice = self.choices[index]
-                text = delta.text if index in started else self._echo(choice) + delta.text
                 first = index not in started
+                text = (self._echo(choice) if first else "") + "".join(delta.pieces)
                 started.add(index)
                 choice.add(delta)
                 chunk = self.head | {"choices": [self._choice(choice, text, delta, first)]}
@@ -127,14 +133,14 @@ class Answer:
     def _echo(self, choice: Choice) -> str:
         if not self.request.echo:
             return ""
-        prompt = self.request.prompt
+        prompt: Any = self.request.prompt
         if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
             prompt = prompt[choice.index // (self.request.n or 1)]
         if isinstance(prompt, str):
             return prompt
         return "".join(token_text(self.state.text.tokenizer, token_id) for token_id in choice.prompt)
 
-    def _choice(self, choice: Choice, text: str, news: Choice | TextDelta, first: bool = True) -> dict[str, Any]:
+    def _choice(self, choice: Choice, text: str, news: Choice | Delta[str], first: bool = True) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs is not None:
             logprobs = completion_logprobs(self.state.text.tokenizer, news.logprobs, choice.offset)

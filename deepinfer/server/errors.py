@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from deepinfer.errors import EngineStoppedError
+from deepinfer.recipe import RequestError
 
 logger = logging.getLogger("deepinfer.server")
 
@@ -34,8 +35,14 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
 
 
 def from_value_error(error: ValueError, param: str | None = None) -> ApiError:
-    """A ValueError of the engine or of recipe as a 400; recipe's carry `param` themselves."""
-    return ApiError(str(error), param=getattr(error, "param", None) or param)
+    """A ValueError of the engine or of recipe as a 400.
+
+    Recipe's carry `param`; the engine's messages start with the field's name.
+    """
+    if isinstance(error, RequestError):
+        return ApiError(str(error), error.status_code, error.param or param)
+    first_word = str(error).split(" ")[0].rstrip(":")
+    return ApiError(str(error), param=param or (first_word if first_word.isidentifier() else None))
 
 
 def from_validation_error(error: ValidationError) -> ApiError:

@@ -52,6 +52,13 @@ _NOT_COMPLETION = _NOT_SAMPLED | {
 }
 
 
+# Request fields that SamplingParams has under the same name.
+_PASSED_ON = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "ignore_eos", "min_tokens",
+)  # fmt: skip
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
@@ -105,9 +112,7 @@ class SamplingRequest(BaseModel):
 
     def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's parameters.  Raises ValueError naming the field."""
-        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-        names += ("repetition_penalty", "seed", "ignore_eos", "min_tokens")
-        given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given: dict[str, Any] = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
         if self.stop_token_ids:
             given["stop_token_ids"] = tuple(self.stop_token_ids)
         if self.logit_bias:
@@ -131,6 +136,19 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """max_completion_tokens, or its older name.  Raises ValueError for a value that allows no token."""
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_completion_tokens < 1:
+            raise ValueError(f"max_completion_tokens must be an integer >= 1, got {self.max_completion_tokens}")
+        return self.max_completion_tokens
+
+    @property
+    def logprob_count(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(SamplingRequest):

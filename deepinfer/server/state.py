@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 
 from deepinfer.params import MAX_SEED, SamplingParams
-from deepinfer.server.errors import ApiError
+from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.metrics import Metrics, SequenceClock
-from deepinfer.server.text_engine import TextDelta, TextEngine
+from deepinfer.server.text_engine import Delta, Piece, Reader, TextEngine
 
 
 @dataclass
@@ -54,10 +54,10 @@ def start_sequences(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     n: int,
-    stop: Sequence[str],
+    reader: Callable[[], Reader[Piece]],
     arrival: float,
     param: str,
-) -> list[AsyncGenerator[TextDelta, None]]:
+) -> list[AsyncGenerator[Delta[Piece], None]]:
     """`n` sequences of each prompt, in order of their choice index.  Nothing runs before the first is iterated.
 
     Every prompt is checked first, so that a bad one is a 400 (naming `param`) and nothing has started.
@@ -69,10 +69,11 @@ def start_sequences(
             # Choices of one request are separate requests to the engine: each can stop at its own stop string.
             seed = None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1)
             try:
-                stream = state.text.stream(prompt, replace(params, seed=seed), stop)
+                stream = state.text.stream(prompt, replace(params, seed=seed), reader())
             except ValueError as error:
-                named = str(error).split()[0].rstrip(":")
-                raise ApiError(str(error), param=param if named == "prompt_token_ids" else named) from None
+                refused = from_value_error(error)
+                refused.param = param if refused.param == "prompt_token_ids" else refused.param
+                raise refused from None
             streams.append(_observed(state, stream, arrival))
     for prompt in prompts:
         state.metrics.admit(len(prompt), n, params.max_tokens)
@@ -80,8 +81,8 @@ def start_sequences(
 
 
 async def _observed(
-    state: ServerState, stream: AsyncGenerator[TextDelta, None], arrival: float
-) -> AsyncGenerator[TextDelta, None]:
+    state: ServerState, stream: AsyncGenerator[Delta[Piece], None], arrival: float
+) -> AsyncGenerator[Delta[Piece], None]:
     """The stream of one sequence, measured."""
     clock = SequenceClock(state.metrics, arrival)
     reason, times = "abort", None  # the reason if the generator is closed early

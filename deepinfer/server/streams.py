@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from deepinfer.errors import EngineStoppedError
 from deepinfer.server.errors import ApiError, error_body
-from deepinfer.server.text_engine import EngineError, TextDelta
+from deepinfer.server.text_engine import Delta, EngineError, Piece
 
 
 class ClientDisconnected(Exception):
@@ -21,15 +21,15 @@ class ClientDisconnected(Exception):
 
 
 async def merge(
-    request: Request, streams: Sequence[AsyncGenerator[TextDelta, None]]
-) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    request: Request, streams: Sequence[AsyncGenerator[Delta[Piece], None]]
+) -> AsyncGenerator[tuple[int, Delta[Piece]], None]:
     """(stream number, delta) as they come.  However this ends, every stream is closed, and so its cache freed.
 
     Raises ClientDisconnected as soon as the connection is gone, also while nothing is being generated.
     """
-    queue: asyncio.Queue[tuple[int, TextDelta | Exception | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Delta[Piece] | Exception | None]] = asyncio.Queue()
 
-    async def pump(number: int, stream: AsyncGenerator[TextDelta, None]) -> None:
+    async def pump(number: int, stream: AsyncGenerator[Delta[Piece], None]) -> None:
         try:
             async with aclosing(stream):
                 async for delta in stream:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.async_engine import AsyncEngine
@@ -16,25 +17,53 @@ from deepinfer.params import SamplingParams
 from deepinfer.recipe import Detokenizer, StopStrings, Tokenizer
 from deepinfer.recipe.conversation import ModelVersion
 
+Piece = TypeVar("Piece")
+Piece_co = TypeVar("Piece_co", covariant=True)
+
 
 class EngineError(RuntimeError):
     """The engine could not finish a request that was valid."""
 
 
-@dataclass
-class TextDelta:
-    """News of one sequence: its new tokens, and the text that is certain now (it may lag behind the tokens).
+class Reader(Protocol[Piece_co]):
+    """Makes pieces of output from the tokens of one sequence: strings for completions, chunks for chat."""
 
-    `finish_reason` is set on the last delta: "stop", "length" or "abort".  `stop_reason` is the stop string or stop
-    token ID that ended it; None for end-of-sequence.
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Piece_co, str | None]:
+        """(what became certain with this token, stop string that ends the sequence here)."""
+        ...
+
+    def finish(self, reason: str) -> Piece_co:
+        """What was held back, when the engine ends the sequence: "stop", "length" or "abort"."""
+        ...
+
+
+@dataclass
+class Delta(Generic[Piece]):
+    """News of one sequence: its new tokens, and the pieces that became certain (they may lag behind the tokens).
+
+    Nothing behind a stop string is in it.  `finish_reason` is set on the last delta: "stop", "length" or "abort".
+    `stop_reason` is the stop string or stop token ID that ended it; None for end-of-sequence.
     """
 
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
+
+
+class TextReader:
+    """Plain text that ends before a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self.detokenizer, self.stops = Detokenizer(tokenizer), StopStrings(list(stop))
+
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[str, str | None]:
+        return self.stops.push(self.detokenizer.push([token_id]))
+
+    def finish(self, reason: str) -> str:
+        return self.stops.push(self.detokenizer.finish())[0] + self.stops.finish()
 
 
 class TextEngine:
@@ -53,29 +82,47 @@ class TextEngine:
         return bos + self.tokenizer.encode_text(text)
 
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, stop: Sequence[str] = ()
-    ) -> AsyncGenerator[TextDelta, None]:
+        self, prompt: Sequence[int], params: SamplingParams, reader: Reader[Piece]
+    ) -> AsyncGenerator[Delta[Piece], None]:
         """Generate one sequence.  Closing the generator, or a stop string, frees its cache within one step.
 
         Raises ValueError at once for a prompt or parameters that the engine refuses; EngineStoppedError when it has
         died.  The generator raises EngineError when a step of this request failed.
         """
-        outputs = self.engine.generate(uuid.uuid4().hex, prompt, params)
-        return self._texts(outputs, _TextOutput(Detokenizer(self.tokenizer), StopStrings(list(stop))))
+        return self._read(self.engine.generate(uuid.uuid4().hex, prompt, params), reader)
 
-    async def _texts(
-        self, outputs: AsyncGenerator[RequestOutput, None], text: _TextOutput
-    ) -> AsyncGenerator[TextDelta, None]:
+    async def _read(
+        self, outputs: AsyncGenerator[RequestOutput, None], reader: Reader[Piece]
+    ) -> AsyncGenerator[Delta[Piece], None]:
         async with aclosing(outputs):
             async for output in outputs:
                 if output.error:
                     raise EngineError(output.error)
                 for completion in output.outputs:
-                    delta = text.push(completion)
+                    delta = self._delta(completion, reader)
                     delta.metrics = output.metrics
                     yield delta
                     if delta.finish_reason is not None:
                         return
+
+    def _delta(self, completion: CompletionOutput, reader: Reader[Piece]) -> Delta[Piece]:
+        delta: Delta[Piece] = Delta()
+        logprobs: Sequence[TokenLogprob | None] = completion.logprobs or [None] * len(completion.token_ids)
+        for token_id, logprob in zip(completion.token_ids, logprobs, strict=True):
+            delta.token_ids.append(token_id)
+            if logprob is not None:
+                delta.logprobs.append(logprob)
+            if token_id >= self.tokenizer.vocab_size:
+                continue  # a model's vocabulary may be padded beyond the tokenizer's: such tokens have no text
+            piece, stop = reader.push(token_id, logprob)
+            delta.pieces.append(piece)
+            if stop is not None:
+                delta.finish_reason, delta.stop_reason = "stop", stop
+                return delta
+        if completion.finish_reason is not None:
+            delta.finish_reason, delta.stop_reason = completion.finish_reason, completion.stop_reason
+            delta.pieces.append(reader.finish(completion.finish_reason))
+        return delta
 
 
 def load_text_engine(model: str, config: EngineConfig, name: str | None = None) -> TextEngine:
@@ -90,30 +137,3 @@ def load_text_engine(model: str, config: EngineConfig, name: str | None = None) 
 def model_name(model: str) -> str:
     """`nano`, or the last part of a folder's path."""
     return model if model in PACKAGED_MODELS else Path(model).resolve().name
-
-
-class _TextOutput:
-    """Tokens of one sequence to text; tokens behind a stop string are cut from IDs and log-probabilities too."""
-
-    def __init__(self, detokenizer: Detokenizer, stops: StopStrings):
-        self.detokenizer, self.stops = detokenizer, stops
-
-    def push(self, completion: CompletionOutput) -> TextDelta:
-        delta = TextDelta(finish_reason=completion.finish_reason, stop_reason=completion.stop_reason)
-        for position, token_id in enumerate(completion.token_ids):
-            delta.token_ids.append(token_id)
-            if completion.logprobs:
-                delta.logprobs.append(completion.logprobs[position])
-            if self._add(delta, self.detokenizer.push([token_id])):
-                return delta
-        if completion.finish_reason is not None and not self._add(delta, self.detokenizer.finish()):
-            delta.text += self.stops.finish()
-        return delta
-
-    def _add(self, delta: TextDelta, text: str) -> bool:
-        """Append what may be shown of `text`; True once a stop string matched."""
-        visible, matched = self.stops.push(text)
-        delta.text += visible
-        if matched is not None:
-            delta.finish_reason, delta.stop_reason = "stop", matched
-        return matched is not None

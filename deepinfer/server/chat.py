@@ -1,0 +1,185 @@
+"""POST /v1/chat/completions: messages to a prompt by deepinfer.recipe, the output back to a message."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from deepinfer.outputs import TokenLogprob
+from deepinfer.recipe import (
+    ChatStream,
+    ConversationRequest,
+    ConversionOptions,
+    Prompt,
+    convert_chat_request,
+    encode_prompt,
+    render,
+)
+from deepinfer.server.body import read_json, request_schema, validate
+from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.server.logprobs import finite
+from deepinfer.server.protocol import ChatRequest
+from deepinfer.server.state import ServerState, server_state, start_sequences
+from deepinfer.server.streams import event_stream, merge
+from deepinfer.server.text_engine import Delta
+from deepinfer.server.usage import usage_body
+
+Chunk = dict[str, Any]
+
+router = APIRouter()
+
+
+@dataclass
+class PreparedChat:
+    """A chat request up to the point where the engine takes over."""
+
+    conversation: ConversationRequest
+    prompt: Prompt
+    token_ids: list[int]
+
+
+def prepare_chat(state: ServerState, raw: dict[str, Any]) -> PreparedChat:
+    """Messages to token IDs.  ApiError 400 naming the field for whatever recipe refuses."""
+    name = state.text.name
+    options = ConversionOptions({name: state.text.model_version}, default_thinking=state.default_thinking)
+    body = raw | {"model": name} | _thinking_of_template(raw)
+    for field_name in ("max_tokens", "max_completion_tokens", "stream_options"):
+        body.pop(field_name, None)  # checked by ChatRequest, in the server's own terms
+    try:
+        conversation = convert_chat_request(body, options)
+        prompt = render(conversation.conversation, conversation.model_version)
+        return PreparedChat(conversation, prompt, encode_prompt(prompt, state.text.tokenizer))
+    except ValueError as error:
+        raise from_value_error(error, "messages") from None
+
+
+def _thinking_of_template(raw: dict[str, Any]) -> dict[str, Any]:
+    """vLLM clients switch thinking by chat_template_kwargs: {"thinking": true} or {"enable_thinking": true}."""
+    options = raw.get("chat_template_kwargs")
+    if options is None or "thinking" in raw:
+        return {}
+    known = ("thinking", "enable_thinking")
+    if not isinstance(options, dict) or not all(key in known and isinstance(options[key], bool) for key in options):
+        message = f"chat_template_kwargs may hold {' or '.join(known)}, true or false"
+        raise ApiError(message, param="chat_template_kwargs")
+    return {"thinking": {"type": "enabled" if any(options.values()) else "disabled"}} if options else {}
+
+
+@router.post("/v1/chat/completions", openapi_extra=request_schema(ChatRequest))
+async def create_chat_completion(request: Request) -> Response:
+    arrival = time.monotonic()
+    state = server_state(request)
+    raw = await read_json(request)
+    body = validate(ChatRequest, raw)
+    state.check_model(body.model)
+    prepared = prepare_chat(state, raw)
+    try:
+        params = body.sampling_params(body.limit, body.logprob_count)
+    except ValueError as error:
+        raise from_value_error(error) from None
+    answer = ChatAnswer(state, body, prepared)
+    streams = start_sequences(
+        state, [prepared.token_ids], params, body.n or 1, answer.open_choice, arrival, "messages"
+    )
+    deltas = merge(request, streams)
+    if body.stream:
+        return event_stream(answer.chunks(deltas))
+    async for index, delta in deltas:
+        answer.choices[index].add(delta)
+    return JSONResponse(answer.body())
+
+
+class ChatChoice:
+    """One answer: recipe's stream, as a Reader of text_engine.  Its pieces are lists of chunks."""
+
+    def __init__(self, stream: ChatStream):
+        self.stream = stream
+        self.token_ids: list[int] = []
+        self.stop_reason: int | str | None = None
+        self.announced = 0  # token IDs that chunks have carried so far
+
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[list[Chunk], str | None]:
+        values = None if logprob is None else [(finite(logprob.logprob), [(i, finite(lp)) for i, lp in logprob.top])]
+        return self.stream.push_tokens([token_id], values), self.stream.reader.parser.stop_string
+
+    def finish(self, reason: str) -> list[Chunk]:
+        return self.stream.finish(reason)
+
+    def add(self, delta: Delta[list[Chunk]]) -> list[Chunk]:
+        """Take a delta in; the chunks to send, none while everything is held back."""
+        self.token_ids += delta.token_ids
+        self.stop_reason = delta.stop_reason
+        return [chunk for chunks in delta.pieces for chunk in chunks]
+
+
+class ChatAnswer:
+    """The response object, whole or in chunks."""
+
+    def __init__(self, state: ServerState, body: ChatRequest, prepared: PreparedChat):
+        self.state, self.request, self.prepared = state, body, prepared
+        self.choices: list[ChatChoice] = []
+        self.id, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+
+    def open_choice(self) -> ChatChoice:
+        """The reader of the next choice."""
+        text = self.state.text
+        stream = ChatStream(
+            self.prepared.conversation, self.id, text.name, self.created, text.tokenizer, len(self.choices)
+        )
+        self.choices.append(ChatChoice(stream))
+        return self.choices[-1]
+
+    def body(self) -> dict[str, Any]:
+        responses = [choice.stream.response() for choice in self.choices]
+        for choice, response in zip(self.choices, responses, strict=True):
+            self._add_extras(choice, response["choices"][0])
+        whole = responses[0] | {"choices": [response["choices"][0] for response in responses], "usage": self.usage()}
+        return whole | self._prompt_ids()
+
+    async def chunks(
+        self, deltas: AsyncGenerator[tuple[int, Delta[list[Chunk]]], None]
+    ) -> AsyncGenerator[Chunk, None]:
+        try:
+            for choice in self.choices:
+                for chunk in choice.stream.start(len(self.prepared.token_ids)):
+                    yield self._finished(choice, chunk) | self._prompt_ids()
+            async for index, delta in deltas:
+                for chunk in self.choices[index].add(delta):
+                    yield self._finished(self.choices[index], chunk)
+        finally:
+            await deltas.aclose()
+        if self.request.include_usage:
+            head = {"id": self.id, "object": "chat.completion.chunk", "created": self.created}
+            yield head | {"model": self.state.text.name, "choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Of all choices; the prompt counts once."""
+        reasoning = [choice.stream.reader.usage().reasoning_tokens for choice in self.choices]
+        known = [count for count in reasoning if count is not None]
+        completion = sum(len(choice.token_ids) for choice in self.choices)
+        return usage_body(len(self.prepared.token_ids), completion, sum(known) if known else None)
+
+    def _finished(self, choice: ChatChoice, chunk: Chunk) -> Chunk:
+        """Recipe's chunk with what OpenAI and vLLM clients expect around it."""
+        chunk.pop("usage", None)
+        if self.request.continuous_usage:
+            chunk["usage"] = self.usage()
+        elif self.request.include_usage:
+            chunk["usage"] = None
+        self._add_extras(choice, chunk["choices"][0])
+        return chunk
+
+    def _add_extras(self, choice: ChatChoice, entry: dict[str, Any]) -> None:
+        entry["stop_reason"] = choice.stop_reason if entry["finish_reason"] else None
+        if self.request.return_token_ids:
+            entry["token_ids"] = choice.token_ids[choice.announced :]
+            choice.announced = len(choice.token_ids)
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prepared.token_ids} if self.request.return_token_ids else {}

@@ -1,0 +1,119 @@
+"""The commands on a tiny random checkpoint, compared with the offline API."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from deepinfer import LLM, SamplingParams
+from tests.cli.command import Run
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    return LLM(checkpoint)
+
+
+def test_generate_prints_what_the_offline_api_returns(run: Run, checkpoint: Path, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20)
+    expected = llm.generate(PROMPT, params)[0].outputs[0]
+    options = ("generate", "--model", str(checkpoint), "-t", "0", "--max-tokens", "20")
+    assert run(*options, PROMPT).stdout == expected.text + "\n"
+    assert run(*options, "-", stdin=PROMPT).stdout == expected.text + "\n"
+    assert run(*options, "--ids", PROMPT).stdout.split() == [str(token_id) for token_id in expected.token_ids]
+    stop = expected.text[8:11]
+    assert run(*options, "--stop", stop, PROMPT).stdout == expected.text[: expected.text.index(stop)] + "\n"
+
+
+def test_generate_takes_token_ids_and_gives_logprobs(run: Run, checkpoint: Path, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
+    expected = llm.generate([0, 50, 60], params)[0].outputs[0].logprobs
+    answer = run(
+        "generate", "--model", str(checkpoint), "-t", "0", "--max-tokens", "4", "--logprobs", "2", "--prompt-ids",
+        "0, 50, 60",
+    )  # fmt: skip
+    assert expected is not None and answer.returncode == 0, answer.stderr
+    lines = answer.stdout.split("\n")[:4]
+    for line, item in zip(lines, expected, strict=True):
+        assert line.startswith(f"{item.token_id} ") and f"{item.logprob:.4f}" in line
+        assert line.count("  |  ") == 2
+
+
+def test_generate_repeats_with_a_seed(run: Run, checkpoint: Path) -> None:
+    options = ("generate", "--model", str(checkpoint), "--max-tokens", "12", "-n", "2", PROMPT)
+    first = run(*options, "--seed", "3")
+    assert first.returncode == 0 and "--- 2 of 2" in first.stdout
+    assert first.stdout == run(*options, "--seed", "3").stdout != run(*options, "--seed", "4").stdout
+
+
+def test_chat_answers_one_question(run: Run, checkpoint: Path) -> None:
+    answer = run("chat", "--model", str(checkpoint), "--quick", "hi", "--max-tokens", "12", "-t", "0", "--stats")
+    assert answer.returncode == 0, answer.stderr
+    text, stats = answer.stdout.rstrip("\n").rsplit("\n", 1)
+    assert text
+    assert re.fullmatch(r"\[\d+ prompt tokens, 12 generated, TTFT \d+ ms, [\d.]+ tok/s\]", stats)
+
+
+def test_chat_remembers_and_resets(run: Run, checkpoint: Path) -> None:
+    """The same question: a longer prompt in one conversation, the same prompt after /reset."""
+    script = "hello\nhello\n/reset\nhello\n/what\n/exit\n"
+    answer = run(
+        "chat", "--model", str(checkpoint), "--max-tokens", "4", "-t", "0", "--stats", "--system", "Be brief.",
+        stdin=script,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    first, second, third = (int(count) for count in re.findall(r"\[(\d+) prompt tokens", answer.stdout))
+    assert first < second and first == third
+    assert answer.stdout.count("/exit leaves") == 2
+
+
+def test_chat_survives_a_conversation_that_no_longer_fits(run: Run, checkpoint: Path) -> None:
+    script = "word " * 2000 + "\nhello\n"
+    answer = run("chat", "--model", str(checkpoint), "--max-tokens", "4", "--stats", stdin=script)
+    assert answer.returncode == 0
+    assert "context" in answer.stderr and len(answer.stderr.strip().split("\n")) == 1
+    assert answer.stdout.count("4 generated") == 1
+
+
+def test_thinking_goes_into_the_prompt(run: Run, checkpoint: Path) -> None:
+    options = ("chat", "--model", str(checkpoint), "-q", "hi", "--max-tokens", "3", "--stats")
+    plain, thinking = (re.search(r"\[(\d+) prompt", run(*options, *more).stdout) for more in ((), ("--thinking",)))
+    assert plain is not None and thinking is not None and int(thinking[1]) > int(plain[1])
+
+
+def test_doctor_reports_every_group(run: Run) -> None:
+    answer = run("doctor", "--json")
+    checks = json.loads(answer.stdout)
+    groups = {"system", "compiler", "torch", "gpu", "optional", "kernels", "model"}
+    assert {check["group"] for check in checks} >= groups
+    assert {check["state"] for check in checks} <= {"ok", "no", "fail"}
+    assert answer.returncode == (1 if any(check["state"] == "fail" for check in checks) else 0)
+    readable = run("doctor")
+    assert readable.returncode == answer.returncode and "PyTorch" in readable.stdout
+
+
+def test_doctor_says_what_is_used_without_a_compiler(run: Run, tmp_path: Path) -> None:
+    checks = json.loads(run("doctor", "--json", PATH=str(tmp_path), CC="").stdout)
+    compiler = next(check for check in checks if check["name"] == "C compiler")
+    assert compiler["state"] == "no" and "PyTorch" in compiler["detail"]
+
+
+def test_help_is_quick_and_has_examples(run: Run) -> None:
+    run("--help")  # compiles the bytecode
+    start = time.perf_counter()
+    assert run("--help").returncode == 0
+    assert time.perf_counter() - start < 1.0  # 0.25 s on an idle machine
+    for command in ("generate", "chat", "serve", "doctor", "plan", "version"):
+        text = run(command, "--help").stdout
+        assert "Examples" in text and f"deepinfer {command}" in text, command
+    assert "deepinfer bench report" in run("bench", "report", "--help").stdout
+
+
+def test_version(run: Run) -> None:
+    from deepinfer import __version__
+
+    assert run("version").stdout.startswith(f"deepinfer {__version__} (Python 3.")

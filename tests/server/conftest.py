@@ -1,0 +1,23 @@
+"""One server over a tiny random checkpoint for all tests of this folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import write_tiny_checkpoint
+from tests.server.process import KEY, MODEL, Server, start_server
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint: Path) -> Iterator[Server]:
+    running = start_server(checkpoint, "--served-model-name", MODEL, "--api-key", KEY, "--max-num-seqs", "16")
+    yield running
+    running.process.terminate()
+    assert running.process.wait(timeout=30) in (0, -15)
+    assert not any("Traceback" in line for line in running.log), "".join(running.log)
