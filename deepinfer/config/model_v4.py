@@ -104,9 +104,7 @@ class ModelConfigV4:
             ValueError: a key is missing, has a wrong type or contradicts another one; the message names it.
         """
         known = {f.name: f for f in fields(cls)}
-        derived = (
-            "attention_kinds", "hash_layers", "rope_scaling", "quantized", "sparse_ratio", "heavy_ratio", "eos_token_ids"
-        )  # fmt: skip
+        derived = "attention_kinds hash_layers rope_scaling quantized sparse_ratio heavy_ratio eos_token_ids".split()
         values = {key: value for key, value in raw.items() if key in known and key not in derived}
         if "qk_rope_head_dim" not in values and raw.get("partial_rotary_factor") and "head_dim" in raw:
             values["qk_rope_head_dim"] = int(raw["head_dim"] * raw["partial_rotary_factor"])
@@ -150,7 +148,7 @@ class ModelConfigV4:
             AttentionKind.HEAVY: self.heavy_ratio,
         }
         pairs = zip(self.attention_kinds, self.hash_layers, strict=True)
-        return tuple(LayerPlanV4(i, kind, ratios[kind], hashed) for i, (kind, hashed) in enumerate(pairs))
+        return tuple(LayerPlanV4(i, kind, ratios.get(kind, 0), hashed) for i, (kind, hashed) in enumerate(pairs))
 
     @property
     def hc_mix_size(self) -> int:
@@ -253,7 +251,7 @@ def _eos_token_ids(raw: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _rope_scaling(raw: dict[str, Any]) -> RopeScaling:
-    """YaRN of the layers with compressed KV: `rope_scaling`, or `rope_parameters.compress` (or flat `rope_parameters`)."""
+    """YaRN of the layers with compressed KV: `rope_scaling`, or `rope_parameters` (nested in `compress`, or flat)."""
     name = "rope_scaling"
     scaling = raw.get(name)
     if scaling is None:

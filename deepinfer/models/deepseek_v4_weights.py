@@ -54,6 +54,8 @@ RENAMES = [
 ]
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 HALF = re.compile(r"experts\.(w1|w3)\.weight$")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
 WIDE = re.compile(r"(hc_\w+|attn_sink|ape|gate\.bias|norm\.weight)$")  # never narrower than float32
 
 
@@ -153,28 +155,12 @@ def collect_weights(
         if name.removeprefix("model.").startswith("mtp."):
             continue
         parameter, place = place_of(name, config)
-        if name.endswith(("scale", "scale_inv")) and parameter not in shapes:
-            raise ValueError(f"model: tensor {name!r} is a quantisation scale, allowed for deepseek_v4: float weights")
-        if parameter not in shapes:
-            raise ValueError(
-                f"model: tensor {name!r} is in the checkpoint but not in the model that config.json describes"
-            )
-        is_table = parameter.endswith("tid2eid")
-        allowed = (
-            (torch.int64, torch.int32) if is_table else (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-        )
-        if tensor.dtype not in allowed:
-            raise ValueError(
-                f"model: tensor {name!r} has dtype {tensor.dtype}, allowed: {', '.join(map(str, allowed))}"
-            )
+        _check_tensor(name, tensor, parameter, parameter in shapes)
         if parameter not in weights:
-            kept = torch.promote_types(dtype, torch.float32) if WIDE.search(parameter) else dtype
-            kept = torch.int64 if is_table else kept
+            kept = in_memory_dtype(parameter, dtype)
             weights[parameter] = torch.empty(shapes[parameter], dtype=kept, device=device)
         if place and isinstance(place[0], int) and place[0] >= config.n_routed_experts:
-            raise ValueError(
-                f"model: tensor {name!r} is of an expert beyond n_routed_experts {config.n_routed_experts}"
-            )
+            raise ValueError(f"model: tensor {name!r}: expert {place[0]}, allowed: 0..{config.n_routed_experts - 1}")
         target = weights[parameter][place]
         if target.shape != tensor.shape:
             raise ValueError(f"model: tensor {name!r} has shape {list(tensor.shape)}, expected {list(target.shape)}")
@@ -185,14 +171,34 @@ def collect_weights(
     for name, count in missing.items():
         if count:
             raise ValueError(f"model: tensor {name!r} is missing from the checkpoint or incomplete")
-    _check_tables(weights, config)
+    for name, table in weights.items():
+        if name.endswith("tid2eid") and not 0 <= int(table.min()) <= int(table.max()) < config.n_routed_experts:
+            raise ValueError(f"model: tensor {name!r} names experts outside 0..{config.n_routed_experts - 1}")
     return weights
+
+
+def in_memory_dtype(parameter: str, dtype: torch.dtype) -> torch.dtype:
+    """Dtype that a parameter of a `dtype` model has."""
+    if parameter.endswith("tid2eid"):
+        return torch.int64
+    return torch.promote_types(dtype, torch.float32) if WIDE.search(parameter) else dtype
+
+
+def _check_tensor(name: str, tensor: Tensor, parameter: str, is_known: bool) -> None:
+    if not is_known:
+        if name.endswith((".scale", "scale_inv")):
+            raise ValueError(f"model: tensor {name!r} is a quantisation scale, allowed for deepseek_v4: float weights")
+        raise ValueError(f"model: tensor {name!r} is in the checkpoint but not in the model that config.json describes")
+    allowed = INTEGERS if parameter.endswith("tid2eid") else FLOATS
+    if tensor.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise ValueError(f"model: tensor {name!r} has dtype {tensor.dtype}, allowed for deepseek_v4: {names}")
 
 
 def load_weights(
     path: str | Path, config: ModelConfigV4, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """`collect_weights` over the safetensors files of a checkpoint folder, shard by shard."""
+    """`collect_weights` over the safetensors files of a checkpoint folder, one tensor at a time."""
     if config.quantized:
         raise ValueError(
             "config: quantization_config is set, allowed for deepseek_v4: float weights (FP8 / FP4 is not read)"
@@ -205,9 +211,3 @@ def _stream(path: Path) -> Iterator[tuple[str, Tensor]]:
         with open_shard(path / file) as shard:
             for name in shard.keys():
                 yield name, shard.get_tensor(name)
-
-
-def _check_tables(weights: dict[str, Tensor], config: ModelConfigV4) -> None:
-    for name, table in weights.items():
-        if name.endswith("tid2eid") and not 0 <= int(table.min()) <= int(table.max()) < config.n_routed_experts:
-            raise ValueError(f"model: tensor {name!r} names experts outside 0..{config.n_routed_experts - 1}")

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepinfer.config.model_v4 import ModelConfigV4
 from deepinfer.models.deepseek_v4 import DeepseekV4
@@ -79,6 +81,11 @@ def model(oracle: Any) -> DeepseekV4:
     return our_model(oracle)
 
 
+@pytest.fixture(scope="module")
+def wide_model(oracle: Any) -> DeepseekV4:
+    return our_model(oracle, torch.float64)
+
+
 def random_tokens(length: int, seed: int) -> torch.Tensor:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
 
@@ -142,3 +149,102 @@ def test_prefill_agrees(oracle: Any, model: DeepseekV4, length: int) -> None:
     tokens = random_tokens(length, seed=length)
     ours = Driver(model, [length]).step([tokens], {0: length}, True)[0]
     assert relative_error(ours, oracle_logits(oracle, tokens)) < TOLERANCE
+
+
+@pytest.mark.parametrize("prompt_length", [1, 20, 126, 300])
+def test_64_decoded_tokens_agree(oracle: Any, model: DeepseekV4, prompt_length: int) -> None:
+    """One token at a time against the caches of both implementations."""
+    tokens = random_tokens(prompt_length + 64, seed=prompt_length)
+    driver = Driver(model, [len(tokens)])
+    ours = [driver.step([tokens], {0: prompt_length}, True)[0]]
+    with torch.inference_mode():
+        theirs = [oracle(tokens[None, :prompt_length], use_cache=True)]
+        for position in range(prompt_length, len(tokens)):
+            ours.append(driver.step([tokens], {0: 1}, False)[0])
+            token = tokens[None, position : position + 1]
+            theirs.append(oracle(token, use_cache=True, cache=theirs[-1].cache))
+    for position, (mine, output) in enumerate(zip(ours, theirs, strict=True)):
+        error = relative_error(mine, output.logits[0])
+        assert error < TOLERANCE, f"decoded token {position}: {error:.1e}"
+
+
+def run_in_steps(
+    model: DeepseekV4, sequences: list[torch.Tensor], chunks: list[int], decode: int, seed: int = 0
+) -> list[torch.Tensor]:
+    """Prefill in steps of chunks[0], chunks[1], ... tokens a sequence, the last `decode` tokens one by one."""
+    lengths = [len(tokens) for tokens in sequences]
+    prompts = [max(length - decode, 1) for length in lengths]
+    driver, outputs, step = Driver(model, lengths, seed), [[] for _ in lengths], 0
+    while driver.computed != lengths:
+        left = {i: prompt - driver.computed[i] for i, prompt in enumerate(prompts) if driver.computed[i] < prompt}
+        chunk = {i: min(n, chunks[step % len(chunks)]) for i, n in left.items()}
+        if not left:
+            chunk = {i: 1 for i, length in enumerate(lengths) if driver.computed[i] < length}
+        for i, logits in driver.step(sequences, chunk, bool(left)).items():
+            outputs[i].append(logits)
+        step += 1
+    return [torch.cat(parts) for parts in outputs]
+
+
+@pytest.mark.parametrize("chunks", [[7, 37], [1, 2, 3, 60], [127], [128], [250, 3]], ids=str)
+def test_odd_chunks_of_two_sequences_agree(oracle: Any, model: DeepseekV4, chunks: list[int]) -> None:
+    """Chunk boundaries fall inside groups of both ratios; both sequences share every step."""
+    sequences = [random_tokens(389, seed=1), random_tokens(150, seed=2)]
+    for tokens, logits in zip(sequences, run_in_steps(model, sequences, chunks, decode=12), strict=True):
+        assert relative_error(logits, oracle_logits(oracle, tokens)) < TOLERANCE
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 280), min_size=1, max_size=3),
+    chunks=st.lists(st.integers(10, 200), min_size=1, max_size=3),
+    decode=st.integers(0, 6),
+    seed=st.integers(0, 1000),
+)
+def test_steps_and_batches_do_not_change_logits(
+    wide_model: DeepseekV4, lengths: list[int], chunks: list[int], decode: int, seed: int
+) -> None:
+    """In float64 any way of cutting equals one prefill step of the sequence alone."""
+    sequences = [random_tokens(length, seed + i) for i, length in enumerate(lengths)]
+    for tokens, logits in zip(sequences, run_in_steps(wide_model, sequences, chunks, decode, seed), strict=True):
+        alone = Driver(wide_model, [len(tokens)]).step([tokens], {0: len(tokens)}, True)[0]
+        assert relative_error(logits, alone) < 1e-10
+
+
+def test_bf16_runs_close_to_fp32(oracle: Any, model: DeepseekV4) -> None:
+    tokens = random_tokens(200, seed=5)
+    narrow = run_in_steps(our_model(oracle, torch.bfloat16), [tokens], [64], decode=4)[0]
+    exact = oracle_logits(oracle, tokens)
+    assert float(torch.nn.functional.cosine_similarity(narrow, exact, dim=-1).mean()) > 0.9
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"layer_types": [SLIDING] * 6, "mlp_layer_types": ["moe"] * 6},
+        {"layer_types": [HEAVY] * 6, "mlp_layer_types": ["hash_moe"] * 6},
+        {"compress_rates": {SPARSE: 8, HEAVY: 32}},
+        {"rope_scaling": None, "hc_mult": 2, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-3},
+        {"sliding_window": 200, "index_topk": 64, "o_groups": 4},
+    ],
+    ids=["sliding", "heavy-hash", "rates", "no-yarn", "wide-window"],
+)
+def test_other_configurations_agree(overrides: dict[str, Any]) -> None:
+    oracle = oracle_model(seed=3, **overrides)
+    tokens = random_tokens(290, seed=7)
+    logits = run_in_steps(our_model(oracle), [tokens], [101], decode=5)[0]
+    assert relative_error(logits, oracle_logits(oracle, tokens)) < TOLERANCE
+
+
+def test_every_weight_matters(oracle: Any) -> None:
+    """With any single tensor disturbed the logits leave the tolerance: no mechanism is idle in these tests."""
+    config = ModelConfigV4.from_dict(oracle.config.to_dict())
+    weights = collect_weights(oracle.state_dict().items(), config, torch.float32)
+    tokens = random_tokens(200, seed=9)
+    expected = oracle_logits(oracle, tokens)
+    for name, tensor in weights.items():
+        if name.startswith(("layers.3.", "layers.4.", "layers.5.")):
+            continue  # of the same kinds as the layers before
+        disturbed = {**weights, name: tensor.roll(1, 0) if tensor.dtype == torch.int64 else tensor * 0.7 + 0.03}
+        ours = Driver(DeepseekV4(config, disturbed), [200]).step([tokens], {0: 200}, True)[0]
+        assert relative_error(ours, expected) > 10 * TOLERANCE, name

@@ -1,8 +1,8 @@
 """Attention of DeepSeek-V4: window and compressed entries in one softmax (spec: model, section 12).
 
-Differs from V4.1's: an unweighted RMS norm on every query head, and a compressor (and indexer) in every layer that reads
-compressed KV. The Hadamard rotation of the released index keys and queries leaves their products as they are, so it is
-left out: it matters only where they are rounded to FP4.
+Differs from V4.1's: an unweighted RMS norm on every query head, and a compressor (and indexer) in every layer that
+reads compressed KV. The Hadamard rotation of the released index keys and queries leaves their products as they are, so
+it is left out: it matters only where they are rounded to FP4.
 """
 
 from __future__ import annotations

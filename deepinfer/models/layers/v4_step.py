@@ -52,16 +52,16 @@ class StepMetadataV4:
         frequencies = {kind: rope_frequencies(config, kind).to(inputs.positions.device) for kind in (False, True)}
         geometry = Geometry.of(inputs)
         window = config.sliding_window
-        plans = {plan.kind: plan for plan in config.layers if plan.compress_ratio}
+        groups = {
+            plan.kind: _group_plan(geometry, plan, block_size, inputs, frequencies[True], wide)
+            for plan in {plan.kind: plan for plan in config.layers if plan.compress_ratio}.values()
+        }
         return cls(
             inputs,
             geometry.owner.to(torch.int32),
             {kind: Rotation.at(inputs.positions, f, wide) for kind, f in frequencies.items()},
             window_plan(geometry, window, window, inputs.is_prefill),
-            {
-                kind: _group_plan(geometry, plan, block_size, inputs, frequencies[True], wide)
-                for kind, plan in plans.items()
-            },
+            groups,
         )
 
 
