@@ -1,0 +1,218 @@
+"""Train a model of `config.json` from packed rows, on one CUDA device, in the numerics that the checkpoint is stored in.
+
+    python -m deepinfer.train.pretrain --config deepinfer/checkpoints/nano --data DATA --out OUT --minutes 16
+
+The schedule follows the clock, so a run always ends with decayed weights: linear warm-up, a constant rate, a linear tail to
+zero. `--call-minutes` ends a call early with its state saved under `--state`; the next call with the same state goes on. `--init`
+starts from an exported checkpoint instead of from noise. DATA holds train*.bin (or .npy); see `deepinfer/train/data`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.config.model import ModelConfig
+from deepinfer.train.batches import Batches, load_rows
+from deepinfer.train.export import export, starting_masters, token_map_of
+from deepinfer.train.fast_model import FastModel
+from deepinfer.train.optimizer import Optimizer, Rates
+from deepinfer.train.parameters import Parameters
+
+LOG_EVERY = 20
+SLOWEST_COUNTED_STEP = 2.0  # seconds; a step that compiles is longer and counts as this
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Shares of the run, and loss weights."""
+
+    warm_up: float = 0.02
+    decay: float = 0.3
+    dense: float = 0.25  # at first every compressed position is read and the indexer learns from the whole row
+    index_loss: float = 0.2
+    balance_loss: float = 1e-3
+    z_loss: float = 1e-4
+
+    def factor(self, progress: float) -> float:
+        """Learning-rate factor at `progress` in 0..1."""
+        if progress < self.warm_up:
+            return max(progress / self.warm_up, 0.02)
+        return min(1.0, max(0.0, (1.0 - progress) / self.decay))
+
+
+@dataclass
+class Run:
+    """Where a run stands; saved with the weights."""
+
+    seed: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    log: list[dict[str, float]] = field(default_factory=list)
+
+
+def save_state(path: Path, run: Run, parameters: Parameters, optimizer: Optimizer) -> None:
+    """Everything needed to go on, in one file that is replaced as a whole."""
+    state = {"run": asdict(run), "masters": parameters.masters, "optimizer": optimizer.state_dict()}
+    torch.save(state, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+
+
+def load_state(path: Path, parameters: Parameters, optimizer: Optimizer) -> Run:
+    state = torch.load(path, map_location=next(iter(parameters.masters.values())).device)
+    for name, value in state["masters"].items():
+        parameters.masters[name].copy_(value)
+    optimizer.load_state_dict(state["optimizer"])
+    return Run(**state["run"])
+
+
+def step_loss(
+    model: FastModel, parameters: Parameters, schedule: Schedule, inputs: Tensor, targets: Tensor, dense: bool
+) -> tuple[Tensor, dict[int, Tensor], dict[str, Tensor]]:
+    """Loss to differentiate, expert counts, and detached figures for the log."""
+    weights = parameters.compute_weights()
+    y, info = model.hidden(weights, inputs, dense=dense)
+    ce, z = model.losses(weights, y, targets)
+    index = torch.stack(info.index_losses).sum()
+    loss = ce.mean() + schedule.z_loss * z.mean() + schedule.index_loss * index
+    loss = loss + schedule.balance_loss * torch.stack(info.balance_losses).mean()
+    load = torch.stack(list(info.expert_counts.values())).float()
+    figures = {
+        "loss": ce.detach().mean(),
+        "index_loss": index.detach() / len(info.index_losses),
+        "busiest_expert": (load.amax(-1) / load.mean(-1)).max(),
+    }
+    return loss, info.expert_counts, figures
+
+
+def train(
+    model: FastModel,
+    parameters: Parameters,
+    optimizer: Optimizer,
+    batches: Batches,
+    run: Run,
+    schedule: Schedule,
+    *,
+    progress_of: Callable[[Run], float],
+    stop: Callable[[Run], bool],
+    save: Callable[[Run], None] = lambda run: None,
+    save_seconds: float = 120.0,
+) -> None:
+    """Steps until `progress_of(run)` reaches 1 or `stop(run)` says so; `run` is updated in place."""
+    last = saved = time.perf_counter()
+    for inputs, targets in batches.from_step(run.step):
+        progress = progress_of(run)
+        if progress >= 1.0 or stop(run):
+            break
+        factor = schedule.factor(progress)
+        dense = progress < schedule.dense
+        loss, counts, figures = step_loss(model, parameters, schedule, inputs, targets, dense)
+        loss.backward()
+        norm = optimizer.step(factor)
+        optimizer.balance(counts, min(1.0, 2 * factor))
+        run.step += 1
+        run.tokens += inputs.numel()
+        if run.step % LOG_EVERY == 0 or run.step <= 5:
+            values = {name: float(value) for name, value in {**figures, "gradient_norm": norm}.items()}
+            run.log.append(
+                {"step": run.step, "tokens": run.tokens, "seconds": round(run.seconds, 2), "factor": factor, **values}
+            )
+        now = time.perf_counter()
+        run.seconds += min(now - last, SLOWEST_COUNTED_STEP)
+        if run.step % (5 * LOG_EVERY) == 0 or run.step <= 5:
+            shown = {name: round(value, 4) for name, value in run.log[-1].items()}
+            print(json.dumps({**shown, "dense": dense, "progress": round(progress, 4)}), flush=True)
+        last = now
+        if now - saved > save_seconds:
+            save(run)
+            last = saved = time.perf_counter()
+    save(run)
+
+
+def build(
+    config: ModelConfig, token_map: Tensor, masters: dict[str, Tensor], length: int, device: str, rates: Rates
+) -> tuple[FastModel, Parameters, Optimizer]:
+    """Model, parameters and optimiser on one device; BF16 and compiled on CUDA, float32 and eager on the CPU."""
+    on_gpu = device != "cpu"
+    if on_gpu:
+        torch.set_float32_matmul_precision("high")
+        torch._dynamo.config.recompile_limit = 64
+    model = FastModel(config, token_map, length, device, compiled=on_gpu)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    parameters = Parameters(config, masters, device, dtype, compiled=on_gpu)
+    return model, parameters, Optimizer(parameters, rates)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="folder with config.json and tokenizer.json")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders with train*.bin or train*.npy")
+    parser.add_argument("--out", type=Path, required=True, help="where the exported checkpoint and the log go")
+    parser.add_argument("--state", type=Path, default=Path("/tmp/deepinfer-pretrain.pt"), help="resume file")
+    parser.add_argument("--init", type=Path, help="start from this exported checkpoint")
+    parser.add_argument("--minutes", type=float, required=True, help="training time of the whole run")
+    parser.add_argument("--call-minutes", type=float, help="stop this call earlier, keeping the state")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args(arguments)
+
+    started = time.perf_counter()
+    config = ModelConfig.from_file(options.config)
+    rates, schedule = Rates(), Schedule()
+    masters = starting_masters(config, options.init, options.seed)
+    model, parameters, optimizer = build(
+        config, token_map_of(options.config, config), masters, options.length, options.device, rates
+    )
+    files = sorted(path for folder in options.data for path in folder.glob("train*") if path.suffix in (".bin", ".npy"))
+    rows = torch.cat([load_rows(path, options.length) for path in files]).to(options.device)
+    batches = Batches(rows, options.batch, options.seed)
+    run = Run(seed=options.seed)
+    if options.state.exists():
+        run = load_state(options.state, parameters, optimizer)
+    print(f"rows {rows.shape[0]}, step {run.step}, {run.seconds:.0f} s done", flush=True)
+
+    def stop(run: Run) -> bool:
+        return options.call_minutes is not None and time.perf_counter() - started > 60 * options.call_minutes
+
+    train(
+        model,
+        parameters,
+        optimizer,
+        batches,
+        run,
+        schedule,
+        progress_of=lambda run: run.seconds / (60 * options.minutes),
+        stop=stop,
+        save=lambda run: save_state(options.state, run, parameters, optimizer),
+    )
+    record: dict[str, Any] = {
+        "rates": asdict(rates),
+        "schedule": asdict(schedule),
+        "batch": options.batch,
+        "length": options.length,
+        "rows": int(rows.shape[0]),
+        "epochs": run.step / batches.per_epoch,
+        "minutes": options.minutes,
+        "device": torch.cuda.get_device_name() if options.device != "cpu" else "cpu",
+        "torch": torch.__version__,
+        **asdict(run),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "training.json").write_text(json.dumps(record) + "\n")
+    export(options.out, config, parameters.masters, options.config)
+    print(f"exported step {run.step}, {run.tokens} tokens, {time.perf_counter() - started:.0f} s in this call", flush=True)
+
+
+if __name__ == "__main__":
+    main()
