@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepinfer.recipe import fields
-from deepinfer.recipe.content import BuildContent, image_source, join_parts
+from deepinfer.recipe.content import UNSUPPORTED_DOCUMENT, BuildContent, image_source, join_parts
 from deepinfer.recipe.conversation import Content, Message, ModelVersion, ToolCall
 from deepinfer.recipe.errors import ConversionError
 from deepinfer.recipe.fields import Json
@@ -102,7 +102,7 @@ def _unsupported_file(has_file: bool, path: str) -> BuildContent:
     def build(version: ModelVersion) -> str:
         if not has_file:
             raise ConversionError(f"{path}: file must have a file_id or file_data", path)
-        return "[Unsupported Document]"
+        return UNSUPPORTED_DOCUMENT
 
     return build
 

@@ -11,7 +11,7 @@ from deepinfer.recipe.fields import Json
 from deepinfer.recipe.prompt import Prompt
 from deepinfer.recipe.render import render
 from deepinfer.recipe.request import ConversationRequest, ConversionOptions, InferenceOptions
-from deepinfer.recipe.schema import schema_fault, strict_schema
+from deepinfer.recipe.schema import check_format_schema
 from deepinfer.recipe.tools import check_name, check_parameters, check_unique, choose_tools
 
 _FORMATS = ("json_object", "json_schema", "regex", "text")
@@ -52,12 +52,10 @@ def convert_chat_request(
     check_tool_turns(messages)
     _check_prefix(messages, bool(tools))
     chosen, choice = choose_tools(tools, choice, named, thinking)
-    messages = tuple(
-        message for message in messages if not (message.role == "system" and not message.content)
-    )
+    messages = settings.without_empty_system(messages)
     schema = format_value
     if format_kind == "json_schema":
-        schema = _check_schema(format_value, strict)
+        schema = check_format_schema(format_value, strict)
     elif format_kind == "json_object":
         settings.require_json_word(messages, "response_format")
     conversation = Conversation(
@@ -174,16 +172,6 @@ def _read_format(raw: Json) -> tuple[str, Any, bool]:
     path = fields.join(path, "json_schema")
     strict = fields.optional(inner, "strict", fields.boolean, path)
     return kind, fields.required(inner, "schema", lambda schema, _: schema, path), bool(strict)
-
-
-def _check_schema(schema: Any, strict: bool) -> Any:
-    """The schema to enforce; the prompt shows it as the client wrote it."""
-    if strict:
-        return strict_schema(schema, "Invalid json schema: ", "json schema")
-    fault = schema_fault(schema)
-    if fault:
-        raise ConversionError(f"Invalid json schema: {fault}", "response_format")
-    return schema
 
 
 def _read_stops(value: Any, path: str) -> tuple[tuple[str, ...], bool]:

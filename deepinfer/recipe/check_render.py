@@ -13,11 +13,13 @@ from deepinfer.recipe.errors import ConversionError, RequestError
 from deepinfer.recipe.known_differences import RENDER_DIFFERENCES, Difference
 from deepinfer.recipe.render import render
 from deepinfer.recipe.request import ConversationRequest, ConversionOptions
+from deepinfer.recipe.responses_request import convert_responses_request
 from deepinfer.recipe.tokenizer import Tokenizer
 
 Vector = dict[str, Any]
 CONVERTERS = {
     "chat": convert_chat_request,
+    "responses": convert_responses_request,
 }
 _SAMPLING = ("max_tokens", "temperature", "top_p", "logprobs", "top_logprobs", "seed")
 

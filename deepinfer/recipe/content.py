@@ -10,6 +10,7 @@ from deepinfer.recipe.errors import ConversionError
 BuildContent = Callable[[ModelVersion], str | ImageSource]
 
 UNSUPPORTED_IMAGE = "[Unsupported Image]"
+UNSUPPORTED_DOCUMENT = "[Unsupported Document]"
 
 
 def join_parts(parts: Sequence[str | ImageSource]) -> Content:

@@ -19,6 +19,8 @@ RENDER_DIFFERENCES: dict[str, Difference] = {
     "chat_developer_role": Difference("developer is a system message under its newer name", supported=True),
     "chat_n_0": Difference("refused in words that do not claim that only n = 1 works", fields=("message",)),
     "chat_n_2": Difference("several choices are supported", supported=True),
+    "responses_mixed_items": Difference("refusal parts of the history are text of the turn", supported=True),
+    "responses_other_custom_tool": Difference("custom tools become functions with one text input", supported=True),
 }
 
 _NO_STRING_ATTRIBUTE = "a parameter without string attribute is a string; the library garbles the arguments"

@@ -22,7 +22,7 @@ def render(
     writer = PromptWriter()
     writer.control("bos")
     header, messages = _split_header(conversation.messages, model_version)
-    _write_header(writer, conversation, header, model_version)
+    _write_header(writer, conversation, header, model_version, empty=not header and not messages)
     before: Message | None = None
     for message in _order_tool_results(messages):
         _write_message(writer, conversation, message, before, model_version)
@@ -50,12 +50,15 @@ def _split_header(messages: Sequence[Message], version: ModelVersion) -> tuple[C
     return "", messages
 
 
-def _write_header(writer: PromptWriter, conversation: Conversation, system: Content, version: ModelVersion) -> None:
+def _write_header(
+    writer: PromptWriter, conversation: Conversation, system: Content, version: ModelVersion, empty: bool
+) -> None:
+    """The first block.  V4.1 writes none for a conversation that says nothing at all, not even the effort."""
+    sections = conversation.tools_in_force or conversation.json_object or conversation.json_schema is not None
     effort = ""
-    if conversation.thinking:
+    if conversation.thinking and (version == "v4" or sections or not empty):
         effort = templates.EFFORT_HEADERS[version][conversation.reasoning_effort or "high"]
-    has_format = conversation.json_object or conversation.json_schema is not None
-    if version == "v4.1" and (effort or system or conversation.tools_in_force or has_format):
+    if version == "v4.1" and (effort or system or sections):
         writer.control("system")
     writer.text(effort)
     writer.content(system)

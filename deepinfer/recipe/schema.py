@@ -85,6 +85,16 @@ def _keyword_fault(key: str, value: Any) -> str | None:
     return None
 
 
+def check_format_schema(schema: Any, strict: bool) -> Any:
+    """The schema of a response format as it is to be enforced; the prompt shows it as the client wrote it."""
+    if strict:
+        return strict_schema(schema, "Invalid json schema: ", "json schema")
+    fault = schema_fault(schema)
+    if fault:
+        raise ConversionError(f"Invalid json schema: {fault}", "response_format")
+    return schema
+
+
 def strict_schema(schema: Any, what: str, where: str, empty_object: bool = False) -> Any:
     """The schema with ``additionalProperties: false`` and ``required`` everywhere, keywords in a fixed order.
 

@@ -1,6 +1,7 @@
 """Settings that all three protocols share: model, thinking, sampling bounds, stop strings, format, parsing options."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,15 +103,20 @@ def top_logprobs(logprobs: bool, count: int | None) -> int | None:
     return count
 
 
-def require_json_word(messages: tuple[Message, ...], param: str) -> None:
+def require_json_word(messages: Sequence[Message], param: str, where: str = "Prompt") -> None:
     """Asking for any JSON object without saying so in the prompt makes models write blanks for ever."""
     for message in messages:
         parts = (message.content,) if isinstance(message.content, str) else message.content
         if any(isinstance(part, str) and "json" in part.lower() for part in parts):
             return
     raise ConversionError(
-        f"Prompt must contain the word 'json' in some form to use '{param}' of type 'json_object'.", param
+        f"{where} must contain the word 'json' in some form to use '{param}' of type 'json_object'.", param
     )
+
+
+def without_empty_system(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """An empty system message adds nothing, also where it would part two user turns."""
+    return tuple(message for message in messages if not (message.role == "system" and not message.content))
 
 
 def initial_stage(conversation: Conversation) -> InitialStage | None:
@@ -168,7 +174,7 @@ def require_reasoning(conversation: Conversation) -> None:
     if not (conversation.thinking and conversation.tools_in_force):
         return
     for message in conversation.messages:
-        missing = bool(message.tool_calls) and not message.reasoning_content
+        missing = bool(message.tool_calls) and message.reasoning_content is None
         if missing and not any("_ET_" in call.id for call in message.tool_calls):
             raise ConversionError(
                 "The `reasoning_content` in the thinking mode must be passed back to the API.", "messages"
