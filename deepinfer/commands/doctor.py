@@ -52,19 +52,22 @@ def doctor(json_output: bool = typer.Option(False, "--json", help="Print the che
 
 def print_checks(checks: list[Check]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    console = Console(highlight=False)
     marks = {"ok": "[green]✓[/]", "no": "[yellow]–[/]", "fail": "[red]✗[/]"}
     table = Table.grid(padding=(0, 2))
     previous = ""
     for check in checks:
-        table.add_row(check.group if check.group != previous else "", marks[check.state], check.name, check.detail)
+        group = check.group if check.group != previous else ""
+        table.add_row(group, marks[check.state], escape(check.name), escape(check.detail))
         previous = check.group
     console.print(table)
     failed = [check for check in checks if check.state == "fail"]
     if failed:
-        console.print(f"\n[red]This machine cannot run the nano model:[/] {failed[0].name}: {failed[0].detail}")
+        reason = escape(f"{failed[0].name}: {failed[0].detail}")
+        console.print(f"\n[red]This machine cannot run the nano model:[/] {reason}")
     else:
         gpu = any(check.group == "gpu" and check.state == "ok" for check in checks)
         console.print(f"\nReady: [bold]deepinfer chat --model nano[/] runs here, on the {'GPU' if gpu else 'CPU'}.")
@@ -180,9 +183,9 @@ def check_gpu() -> Iterator[Check]:
 
 def check_optional() -> Iterator[Check]:
     wanted = {
-        "triton": "GPU kernels; install with the [gpu] extra",
-        "tilelang": "GPU kernels; install with the [gpu] extra",
-        "transformers": "only for `deepinfer bench throughput`; install with the [dev] extra",
+        "triton": "GPU kernels, extra `gpu`",
+        "tilelang": "GPU kernels, extra `gpu`",
+        "transformers": "only for `deepinfer bench throughput`, extra `dev`",
     }
     for package, purpose in wanted.items():
         present = importlib.util.find_spec(package) is not None
@@ -195,10 +198,25 @@ def check_optional() -> Iterator[Check]:
 
 
 def check_kernels() -> Iterator[Check]:
-    from deepinfer.kernels import registry
-
-    for backend in registry.backend_report():
-        yield Check("kernels", backend.name, "ok" if backend.active else "no", backend.detail)
+    try:
+        from deepinfer.kernels.cpu import cpu_backend_status
+        from deepinfer.kernels.registry import FORCE_REFERENCE, OPERATIONS
+    except ImportError as error:  # no PyTorch: already reported
+        yield Check("kernels", "CPU kernels", "no", f"cannot be loaded ({error})")
+        return
+    if FORCE_REFERENCE:
+        yield Check("kernels", "all", "no", "DEEPINFER_KERNELS=reference switches every compiled kernel off")
+        return
+    status = cpu_backend_status()
+    yield Check("kernels", "compiled for CPU", "ok" if status.active else "no", status.detail)
+    for device in ("cpu", "cuda"):
+        compiled = [name for name, operation in OPERATIONS.items() if device in operation.backends]
+        reference = sorted(OPERATIONS.keys() - compiled)
+        detail = f"{len(compiled)} of {len(OPERATIONS)} operations"
+        detail += f"; in PyTorch: {', '.join(reference)}" if reference and compiled else ""
+        detail += "; all run in PyTorch" if not compiled else ""
+        active = bool(compiled) and (device != "cpu" or status.active)
+        yield Check("kernels", f"{device} backend", "ok" if active else "no", detail)
 
 
 def check_model() -> Iterator[Check]:

@@ -65,6 +65,12 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="DEEPINFER_API_KEY", help="Key that clients must send; may be repeated.")
     ] = None,
+    thinking: Annotated[
+        bool, typer.Option("--thinking", help="Think by default: for chat requests that do not say.")
+    ] = False,
+    shutdown_timeout: Annotated[
+        int, typer.Option(min=0, help="Seconds that requests in flight get to finish when the server is stopped.")
+    ] = 30,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
     config: Annotated[
         Path | None,
@@ -104,5 +110,7 @@ def serve(
         port=port,
         served_model_name=served_model_name,
         api_keys=tuple(api_key or ()),
+        default_thinking=thinking,
+        shutdown_timeout=shutdown_timeout,
         log_level=log_level,
     )

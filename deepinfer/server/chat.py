@@ -26,7 +26,7 @@ from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.logprobs import finite
 from deepinfer.server.protocol import ChatRequest
 from deepinfer.server.state import ServerState, server_state, start_sequences
-from deepinfer.server.streams import event_stream, merge
+from deepinfer.server.streams import collect, event_stream, merge
 from deepinfer.server.text_engine import Delta
 from deepinfer.server.usage import usage_body
 
@@ -87,11 +87,9 @@ async def create_chat_completion(request: Request) -> Response:
     streams = start_sequences(
         state, [prepared.token_ids], params, body.n or 1, answer.open_choice, arrival, "messages"
     )
-    deltas = merge(request, streams)
     if body.stream:
-        return event_stream(answer.chunks(deltas))
-    async for index, delta in deltas:
-        answer.choices[index].add(delta)
+        return event_stream(answer.chunks(merge(request, streams)))
+    await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
     return JSONResponse(answer.body())
 
 

@@ -17,7 +17,7 @@ from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.logprobs import completion_logprobs, token_text
 from deepinfer.server.protocol import CompletionRequest
 from deepinfer.server.state import ServerState, server_state, start_sequences
-from deepinfer.server.streams import event_stream, merge
+from deepinfer.server.streams import collect, event_stream, merge
 from deepinfer.server.text_engine import Delta, TextReader
 from deepinfer.server.usage import usage_body
 
@@ -46,11 +46,9 @@ async def create_completion(request: Request) -> Response:
 
     streams = start_sequences(state, prompts, params, n, open_reader, arrival, "prompt")
     answer = Answer(state, body, [Choice(index, prompts[index // n]) for index in range(len(streams))])
-    deltas = merge(request, streams)
     if body.stream:
-        return event_stream(answer.chunks(deltas))
-    async for index, delta in deltas:
-        answer.choices[index].add(delta)
+        return event_stream(answer.chunks(merge(request, streams)))
+    await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
     return JSONResponse(answer.body())
 
 

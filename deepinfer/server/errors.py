@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from deepinfer.errors import EngineStoppedError
 from deepinfer.recipe import RequestError
@@ -79,6 +80,10 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(EngineStoppedError)
     async def engine_stopped(request: Request, error: EngineStoppedError) -> JSONResponse:
         return JSONResponse(error_body(str(error), 503), 503)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it; it counts in http_requests_total
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:

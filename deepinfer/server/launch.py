@@ -12,8 +12,6 @@ from deepinfer.server.metrics import Metrics
 from deepinfer.server.state import ServerState
 from deepinfer.server.text_engine import load_text_engine
 
-SHUTDOWN_SECONDS = 10  # requests in flight may finish for so long, then they are cancelled
-
 
 def run_server(
     model: str,
@@ -24,9 +22,13 @@ def run_server(
     served_model_name: str | None = None,
     api_keys: tuple[str, ...] = (),
     default_thinking: bool = False,
+    shutdown_timeout: int = 30,
     log_level: str = "info",
 ) -> None:
-    """Serve until interrupted.  Raises ValueError for a bad model or address before anything listens."""
+    """Serve until interrupted, then give requests in flight `shutdown_timeout` seconds to finish.
+
+    Raises ValueError for a bad model or address before anything is served.
+    """
     listener = listen(host, port)  # first, so that a taken port does not cost the time of loading
     with listener:
         text = load_text_engine(model, config, served_model_name)
@@ -35,7 +37,7 @@ def run_server(
         bound_host = f"[{bound_host}]" if ":" in bound_host else bound_host
         print(f"serving {text.name!r} at http://{bound_host}:{bound_port}/v1", flush=True)
         settings = uvicorn.Config(
-            create_app(state), log_level=log_level, timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
+            create_app(state), log_level=log_level, timeout_graceful_shutdown=shutdown_timeout, lifespan="on"
         )
         uvicorn.Server(settings).run(sockets=[listener])
 

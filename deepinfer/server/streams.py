@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from deepinfer.errors import EngineStoppedError
 from deepinfer.server.errors import ApiError, error_body
 from deepinfer.server.text_engine import Delta, EngineError, Piece
-
-
-class ClientDisconnected(Exception):
-    """Nobody is left to answer."""
 
 
 async def merge(
@@ -25,7 +22,7 @@ async def merge(
 ) -> AsyncGenerator[tuple[int, Delta[Piece]], None]:
     """(stream number, delta) as they come.  However this ends, every stream is closed, and so its cache freed.
 
-    Raises ClientDisconnected as soon as the connection is gone, also while nothing is being generated.
+    Raises ClientDisconnect as soon as the connection is gone, also while nothing is being generated.
     """
     queue: asyncio.Queue[tuple[int, Delta[Piece] | Exception | None]] = asyncio.Queue()
 
@@ -41,7 +38,7 @@ async def merge(
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        queue.put_nowait((-1, ClientDisconnected()))
+        queue.put_nowait((-1, ClientDisconnect()))
 
     tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
     tasks.append(asyncio.create_task(watch()))
@@ -61,6 +58,20 @@ async def merge(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def collect(
+    request: Request,
+    streams: Sequence[AsyncGenerator[Delta[Piece], None]],
+    add: Callable[[int, Delta[Piece]], object],
+) -> None:
+    """Hand every delta to `add(stream number, delta)`; for answers that are sent whole."""
+    try:
+        async with aclosing(merge(request, streams)) as deltas:
+            async for number, delta in deltas:
+                add(number, delta)
+    except asyncio.CancelledError:  # the time for a graceful shutdown is over
+        raise ApiError("the server is shutting down", status=503) from None
+
+
 def event_stream(events: AsyncGenerator[dict[str, Any], None]) -> StreamingResponse:
     """Server-sent events, closed by [DONE]; an error after the first byte becomes an event of OpenAI's error shape."""
 
@@ -69,7 +80,7 @@ def event_stream(events: AsyncGenerator[dict[str, Any], None]) -> StreamingRespo
             try:
                 async for event in events:
                     yield f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
-            except ClientDisconnected:
+            except ClientDisconnect:
                 return
             except ApiError as error:
                 yield f"data: {json.dumps(error.body())}\n\n"

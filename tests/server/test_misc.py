@@ -1,0 +1,117 @@
+"""Models, health, version, tokens, metrics, and the end of the process."""
+
+import re
+import signal
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deepinfer import __version__
+from deepinfer.recipe import Tokenizer, encode_prompt, render_chat
+from tests.server.process import MODEL, Server, start_server
+
+
+def test_models(server: Server) -> None:
+    (model,) = server.client.models.list().data
+    assert model.id == MODEL and model.model_extra is not None and model.model_extra["max_model_len"] == 1024
+    assert server.client.models.retrieve(MODEL).id == MODEL
+
+
+def test_health_and_version(server: Server) -> None:
+    for path in ("/health", "/ping"):
+        assert server.http.get(path).json() == {"status": "ok"}
+    assert server.http.get("/version").json() == {"version": __version__}
+
+
+def test_tokenize_and_back(server: Server, checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(checkpoint / "tokenizer.json")
+    text = "Hello, wörld <think>"
+    answer = server.http.post("/tokenize", json={"model": MODEL, "prompt": text, "return_token_strs": True}).json()
+    assert answer["tokens"] == [0, *tokenizer.encode_text(text)]
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) and answer["max_model_len"] == 1024
+    bare = server.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    assert bare == answer["tokens"][1:]
+    assert server.http.post("/detokenize", json={"tokens": bare}).json() == {"prompt": text}
+    messages = [{"role": "user", "content": "hi"}]
+    chat = server.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert chat == encode_prompt(render_chat(messages), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [512]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ],
+)
+def test_bad_token_requests(server: Server, path: str, body: dict, param: str) -> None:
+    answer = server.http.post(path, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_metrics_count_what_was_done(server: Server) -> None:
+    names = {
+        "prompt": "deepinfer:prompt_tokens_total",
+        "generated": "deepinfer:generation_tokens_total",
+        "first": "deepinfer:time_to_first_token_seconds_count",
+        "latency": "deepinfer:e2e_request_latency_seconds_count",
+        "queue": "deepinfer:request_queue_time_seconds_count",
+    }
+    before = {key: server.metric(name) for key, name in names.items()}
+    finished = server.metric("deepinfer:request_success_total", finished_reason="length")
+    handled = server.metric("http_requests_total", handler="/v1/completions", status="200")
+    server.client.completions.create(
+        model=MODEL, prompt=[0, 50, 51], max_tokens=5, n=2, extra_body={"ignore_eos": True}
+    )
+    after = {key: server.metric(name) - before[key] for key, name in names.items()}
+    assert after == {"prompt": 3, "generated": 10, "first": 2, "latency": 2, "queue": 2}
+    assert server.metric("deepinfer:request_success_total", finished_reason="length") == finished + 2
+    assert server.metric("http_requests_total", handler="/v1/completions", status="200") == handled + 1
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert server.metric(f"deepinfer:{name}") == 0
+
+
+def test_paths_that_clients_make_up_are_not_metric_labels(server: Server) -> None:
+    server.http.get("/made/up/path")
+    assert "made" not in httpx.get(f"{server.url}/metrics").text
+
+
+def test_the_description_of_the_api_lists_every_route(server: Server) -> None:
+    document = server.http.get("/openapi.json").json()
+    assert set(document["paths"]) == {
+        "/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions", "/v1/models", "/v1/models/{name}",
+        "/tokenize", "/detokenize", "/health", "/ping", "/version", "/metrics",
+    }  # fmt: skip
+    assert not re.search(r'"\$ref": "#/\$defs', str(document))
+    schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "top_k", "stop_token_ids", "return_token_ids"} <= set(schema["properties"])
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(60, 200), (0, 503)])
+def test_a_stopped_server_drains_or_refuses(checkpoint: Path, seconds: int, status: int) -> None:
+    """Also: without keys nothing is checked, and the model is called like its folder."""
+    server = start_server(checkpoint, "--shutdown-timeout", str(seconds))
+    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == checkpoint.name
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        body = {"model": checkpoint.name, "prompt": "hi", "max_tokens": 30 if seconds else 900, "ignore_eos": True}
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    server.wait_for("deepinfer:num_requests_running", 1)
+    server.process.send_signal(signal.SIGTERM)
+    thread.join(timeout=60)
+    assert [answer.status_code for answer in answers] == [status]
+    if seconds:
+        assert answers[0].json()["usage"]["completion_tokens"] == 30
+    else:
+        assert "shutting down" in answers[0].json()["error"]["message"]
+    assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
