@@ -22,6 +22,7 @@ from deepinfer.models.layers.engram import Engram, EngramHash, advance_history
 from deepinfer.models.layers.hyper_connection import HCLazyPostData, HyperConnection, hc_enter
 from deepinfer.models.layers.indexer import Indexer, Sharing
 from deepinfer.models.layers.moe import MoE
+from deepinfer.models.layers.rope import rope_frequencies
 from deepinfer.models.layers.step import StepMetadata
 
 
@@ -67,6 +68,7 @@ class DeepseekV41:
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.head = weights.pop("head.weight").to(self.wide)
+        self.frequencies = {kind: rope_frequencies(config, kind).to(self.device) for kind in (False, True)}
         self.token_map = None if token_map is None else token_map.to(self.device, torch.int64)
         self.layers = [build_layer(weights, plan, config, self.token_map) for plan in config.layers]
         weights.clear()
@@ -86,7 +88,7 @@ class DeepseekV41:
     def forward(self, inputs: ModelInputs, caches: Caches) -> Tensor:
         """One step -> logits, at least float32 [R, vocab], of `inputs.logits_rows`."""
         config = self.config
-        step = StepMetadata.build(inputs, config, caches.blocks.block_size, self.dtype)
+        step = StepMetadata.build(inputs, config, self.frequencies, caches.blocks.block_size, self.wide)
         sharing = Sharing()
         ngrams = None if self.token_map is None else advance_history(self.token_map, step, caches)
         e = F.embedding(inputs.token_ids, self.embed)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.models.inputs import ModelInputs
-from deepinfer.models.layers.rope import rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,15 @@ class StepMetadata:
     block_size: int
 
     @classmethod
-    def build(cls, inputs: ModelInputs, config: ModelConfig, block_size: int, dtype: torch.dtype) -> StepMetadata:
-        """`dtype` is the compute dtype of the model."""
-        wide = torch.promote_types(dtype, torch.float32)
-        frequencies = {kind: rope_frequencies(config, kind).to(inputs.positions.device) for kind in (False, True)}
+    def build(
+        cls,
+        inputs: ModelInputs,
+        config: ModelConfig,
+        frequencies: dict[bool, Tensor],
+        block_size: int,
+        wide: torch.dtype,
+    ) -> StepMetadata:
+        """`frequencies` by "is the layer compressed" (rope_frequencies), on the device; `wide` is at least float32."""
         geometry = Geometry.of(inputs)
         ratios = {config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
         ngram, history = _engram_sources(geometry, max(config.engram_max_ngram_size, 2))
