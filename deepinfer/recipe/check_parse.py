@@ -8,11 +8,15 @@ from deepinfer.recipe.chat_stream import ChatStream
 from deepinfer.recipe.check_render import Vector, convert
 from deepinfer.recipe.compare import first_difference
 from deepinfer.recipe.known_differences import PARSE_DIFFERENCES, Difference
+from deepinfer.recipe.messages_stream import MessagesStream
+from deepinfer.recipe.responses_stream import ResponsesStream
 from deepinfer.recipe.tokenizer import Tokenizer
 
 CREATED = 1700000000
 STREAMS: dict[str, Callable[..., Any]] = {
     "chat": ChatStream,
+    "responses": ResponsesStream,
+    "messages": MessagesStream,
 }
 _RANDOM_CUTS = 20
 
@@ -80,8 +84,9 @@ def _new_stream(vector: Vector, tokenizer: Tokenizer | None) -> Any:
         return issued[-1]
 
     request = convert(vector)
+    clock = {"now": lambda: CREATED} if vector["protocol"] == "responses" else {}
     return STREAMS[vector["protocol"]](
-        request, id=vector["id"], model=vector["model"], created=CREATED, tokenizer=tokenizer, new_id=new_id
+        request, id=vector["id"], model=vector["model"], created=CREATED, tokenizer=tokenizer, new_id=new_id, **clock
     )
 
 
