@@ -1,6 +1,9 @@
 // Shared by the CPU kernels: vectors, tiles of dot products, exp. Plain C with GCC vector extensions, so that one
 // source becomes AVX-512, AVX2, NEON or scalar code, whichever `-march=native` offers where it is compiled.
 #pragma once
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -31,12 +34,33 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 
 INLINE vec load(const float *p) { return *(const vec_unaligned *)p; }
 INLINE void store(float *p, vec v) { *(vec_unaligned *)p = v; }
-INLINE float sum_lanes(vec v) {
-    float s[LANES];
-    memcpy(s, &v, sizeof s);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) s[i] += s[i + width];
-    return s[0];
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+// {sum of a, sum of b, sum of c, sum of d}: interleave and add, then add the 128-bit quarters.
+INLINE void sum_lanes4(vec a, vec b, vec c, vec d, float out[4]) {
+#if LANES == 16
+#define EVEN(x, y) SHUFFLE(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define ODD(x, y) SHUFFLE(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define LOW(x, y) SHUFFLE(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH(x, y) SHUFFLE(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#else
+#define EVEN(x, y) SHUFFLE(x, y, 0, 8, 1, 9, 4, 12, 5, 13)
+#define ODD(x, y) SHUFFLE(x, y, 2, 10, 3, 11, 6, 14, 7, 15)
+#define LOW(x, y) SHUFFLE(x, y, 0, 1, 8, 9, 4, 5, 12, 13)
+#define HIGH(x, y) SHUFFLE(x, y, 2, 3, 10, 11, 6, 7, 14, 15)
+#endif
+    const vec ab = EVEN(a, b) + ODD(a, b), cd = EVEN(c, d) + ODD(c, d);
+    vec s = LOW(ab, cd) + HIGH(ab, cd);
+#if LANES == 16
+    s += SHUFFLE(s, s, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    s += SHUFFLE(s, s, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+#else
+    s += SHUFFLE(s, s, 4, 5, 6, 7, 0, 1, 2, 3);
+#endif
+    memcpy(out, &s, 16);
 }
 
 INLINE uint32_t as_bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
@@ -70,33 +94,44 @@ INLINE void scale_rows(const float *x, const float *w, float factor, i64 n, floa
     for (i64 i = 0; i < n; i++) out[i] = w[i] * (x[i] * factor);
 }
 
-// R x C dot products of length k. One accumulator a pair, so a result does not depend on the tile it was computed in.
-#define TILE_COLUMNS 4
+// Keeps GCC from reading the operand again from memory for every multiply-add.
+#ifdef __AVX2__
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#else
+#define IN_REGISTER(v)
+#endif
+
+// R x 4 dot products of length k. One accumulator a pair, so a result does not depend on the tile it was computed in.
+enum { TILE_COLUMNS = 4, TILE_ROWS = LANES == 16 ? 4 : 2 };  // what the vector registers hold
 INLINE void dot_tile(const int R, const float *const *a, const float *const *b, i64 k, float *out, i64 ld, int columns) {
-    enum { C = TILE_COLUMNS };
-    vec acc[4][C];
+    vec acc[TILE_ROWS][4];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) acc[r][c] = (vec){0};
+        for (int c = 0; c < 4; c++) acc[r][c] = (vec){0};
     const i64 whole = k - k % LANES;
     for (i64 i = 0; i < whole; i += LANES) {
-        vec bv[C];
+        vec bv[4];
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) bv[c] = load(b[c] + i);
+        for (int c = 0; c < 4; c++) bv[c] = load(b[c] + i);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const vec av = load(a[r] + i);
+            vec av = load(a[r] + i);
+            IN_REGISTER(av);
 #pragma GCC unroll 4
-            for (int c = 0; c < C; c++) acc[r][c] += av * bv[c];
+            for (int c = 0; c < 4; c++) acc[r][c] += av * bv[c];
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < columns; c++) {
-            float s = sum_lanes(acc[r][c]);
-            for (i64 i = whole; i < k; i++) s += a[r][i] * b[c][i];
-            out[r * ld + c] = s;
-        }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        float sums[4];
+        sum_lanes4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], sums);
+        for (i64 i = whole; i < k; i++)
+            for (int c = 0; c < 4; c++) sums[c] += a[r][i] * b[c][i];
+        if (columns == 4) memcpy(out + r * ld, sums, sizeof sums);
+        else
+            for (int c = 0; c < columns; c++) out[r * ld + c] = sums[c];
+    }
 }
 
 // out[r, c] = a[r] . b[c]; a: pointers to rows, b: rows ldb apart.
@@ -107,7 +142,7 @@ static inline __attribute__((unused)) void dots(
         const float *bs[TILE_COLUMNS];
         for (int i = 0; i < TILE_COLUMNS; i++) bs[i] = b + (c + MIN(i, width - 1)) * ldb;
         i64 r = 0;
-        for (; r + 4 <= rows; r += 4) dot_tile(4, a + r, bs, k, out + r * ldo + c, ldo, width);
+        for (; r + TILE_ROWS <= rows; r += TILE_ROWS) dot_tile(TILE_ROWS, a + r, bs, k, out + r * ldo + c, ldo, width);
         for (; r + 2 <= rows; r += 2) dot_tile(2, a + r, bs, k, out + r * ldo + c, ldo, width);
         for (; r < rows; r++) dot_tile(1, a + r, bs, k, out + r * ldo + c, ldo, width);
     }

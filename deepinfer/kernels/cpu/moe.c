@@ -43,39 +43,12 @@ typedef struct {
     i64 rows, k;
 } Matrix;
 
-// FP4 is decoded group by group as 16 even columns, then 16 odd ones: `deinterleave` does the same to activations.
-static void deinterleave(const float *x, i64 k, float *out) {
-    for (i64 g = 0; g < k; g += 32)
-        for (int i = 0; i < 16; i++) {
-            out[g + i] = x[g + 2 * i];
-            out[g + 16 + i] = x[g + 2 * i + 1];
-        }
-}
-
-INLINE void decode_group(const uint8_t *packed, float scale, float *out) {
-#if LANES == 16
-    const vec table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-    typedef uint8_t bytes __attribute__((vector_size(16), aligned(1), may_alias));
-    const ivec codes = __builtin_convertvector(*(const bytes *)packed, ivec);
-    store(out, __builtin_shuffle(table, codes & 15) * scale);
-    store(out + 16, __builtin_shuffle(table, codes >> 4) * scale);
-#else
-#pragma omp simd
-    for (int i = 0; i < 16; i++) {
-        out[i] = e2m1_value(packed[i] & 15) * scale;
-        out[16 + i] = e2m1_value(packed[i] >> 4) * scale;
-    }
-#endif
-}
-
 // Rows first .. first + count of an expert's matrix as floats k apart; decoded into `buffer` if they are packed.
 static const float *matrix_rows(const Matrix *m, i64 expert, i64 first, i64 count, float *buffer) {
     const i64 row = expert * m->rows + first;
     if (m->values) return m->values + row * m->k;
-    for (i64 r = 0; r < count; r++)
-        for (i64 g = 0; g < m->k / 32; g++)
-            decode_group(m->packed + ((row + r) * m->k + 32 * g) / 2, e8m0_value(m->scales[(row + r) * (m->k / 32) + g]),
-                         buffer + r * m->k + 32 * g);
+    for (i64 r = row; r < row + count; r++)
+        decode_mxfp4(m->packed + r * (m->k / 2), m->scales + r * (m->k / 32), m->k, buffer + (r - row) * m->k);
     return buffer;
 }
 
@@ -94,14 +67,13 @@ EXPORT int moe_experts(const float *x, const int32_t *chosen, const float *gates
                        int quantize, float *out) {
     const Matrix w13 = {w13_values, w13_packed, w13_scales, 2 * inner, dim};
     const Matrix w2 = {w2_values, w2_packed, w2_scales, dim, inner};
-    const int packed = !w13_values;
     const i64 pairs = n * k, up_blocks = (inner + COLUMNS - 1) / COLUMNS, down_blocks = (dim + COLUMNS - 1) / COLUMNS;
     // Pairs sorted by expert, rows ascending: pair p of the order is token token[p], weighted gate[p].
     i64 *first = calloc(experts + 1, sizeof *first), *token = malloc((pairs + 1) * sizeof *token);
     const float **rows = malloc((pairs + 1) * sizeof *rows), **z_rows = malloc((pairs + 1) * sizeof *z_rows);
     float *gate = malloc((pairs + 1) * sizeof *gate), *z = malloc((pairs * inner + 1) * sizeof *z);
-    float *source = quantize || packed ? malloc((n * dim + 1) * sizeof *source) : NULL;
-    int failed = !first || !token || !rows || !z_rows || !gate || !z || ((quantize || packed) && !source);
+    float *source = quantize ? malloc((n * dim + 1) * sizeof *source) : NULL;
+    int failed = !first || !token || !rows || !z_rows || !gate || !z || (quantize && !source);
     const i64 used = failed ? 0 : pairs;
     if (!failed) {
         i64 *next = first;  // counts, then starts, then ends
@@ -126,24 +98,16 @@ EXPORT int moe_experts(const float *x, const int32_t *chosen, const float *gates
     memset(out, 0, (size_t)(n * dim) * sizeof(float));
 #pragma omp parallel if (used * inner * dim > PARALLEL_WORK)
     {
-        const i64 widest = MAX(2 * dim, inner);
+        const i64 widest = MAX(dim, inner);
         i64 most = 0;
         for (i64 e = 0; e < experts && used; e++) most = MAX(most, first[e + 1] - first[e]);
         float *buffer = malloc((COLUMNS * widest + 1) * sizeof(float));
-        float *result = malloc((2 * COLUMNS * most + MAX(dim, inner)) * sizeof(float)), *scratch = result + 2 * COLUMNS * most;
+        float *result = malloc((2 * COLUMNS * most + 1) * sizeof(float));
         if (!buffer || !result) failed = 1;
 #pragma omp barrier
-        if (source && !failed) {
+        if (quantize && !failed) {
 #pragma omp for
-            for (i64 i = 0; i < n; i++) {
-                const float *from = x + i * dim;
-                float *to = source + i * dim;
-                if (quantize) {
-                    fp8_round_trip(from, dim, packed ? scratch : to);
-                    from = scratch;
-                }
-                if (packed) deinterleave(from, dim, to);
-            }
+            for (i64 i = 0; i < n; i++) fp8_round_trip(x + i * dim, dim, source + i * dim);
         }
 #pragma omp for schedule(dynamic, 1)
         for (i64 item = 0; item < (failed ? 0 : experts * up_blocks); item++) {
@@ -157,16 +121,9 @@ EXPORT int moe_experts(const float *x, const int32_t *chosen, const float *gates
                 activate(result + p * COLUMNS, up + p * COLUMNS, gate[start + p], limit, width,
                          z + (start + p) * inner + column);
         }
-        if ((quantize || packed) && !failed) {
+        if (quantize && !failed) {
 #pragma omp for
-            for (i64 p = 0; p < used; p++) {
-                float *row = z + p * inner;
-                if (quantize) fp8_round_trip(row, inner, row);
-                if (packed) {
-                    deinterleave(row, inner, scratch);
-                    memcpy(row, scratch, inner * sizeof(float));
-                }
-            }
+            for (i64 p = 0; p < used; p++) fp8_round_trip(z + p * inner, inner, z + p * inner);
         }
 #pragma omp for schedule(dynamic, 1)
         for (i64 block = 0; block < (failed ? 0 : down_blocks); block++) {

@@ -29,12 +29,34 @@ INLINE float e2m1_value(uint32_t code) {
     return as_float((magnitude > 1 ? normal : magnitude ? 0x3f000000u : 0u) | sign);
 }
 
-INLINE void decode_nibbles(const uint8_t *packed, float scale, i64 n, float *out) {
-#pragma omp simd
-    for (i64 i = 0; i < n / 2; i++) {
+// Eight bytes of E2M1 pairs -> 16 values, low nibble first.
+INLINE void decode_e2m1_16(const uint8_t *packed, float scale, float *out) {
+#ifdef __AVX2__
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)packed), low = _mm_set1_epi8(15);
+    const __m128i codes = _mm_unpacklo_epi8(_mm_and_si128(bytes, low), _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
+#endif
+#if defined(__AVX512F__)
+    const __m512 table = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    const __m512 value = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), table);
+    _mm512_storeu_ps(out, _mm512_mul_ps(value, _mm512_set1_ps(scale)));
+#elif defined(__AVX2__)
+    const __m256 table = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), factor = _mm256_set1_ps(scale);
+    const __m256i sign = _mm256_set1_epi32((int)0x80000000u);
+    for (int half = 0; half < 2; half++) {
+        const __m256i code = _mm256_cvtepu8_epi32(half ? _mm_srli_si128(codes, 8) : codes);
+        const __m256 value = _mm256_mul_ps(_mm256_permutevar8x32_ps(table, code), factor);  // reads three bits
+        const __m256i negative = _mm256_and_si256(_mm256_slli_epi32(code, 28), sign);
+        _mm256_storeu_ps(out + 8 * half, _mm256_xor_ps(value, _mm256_castsi256_ps(negative)));
+    }
+#else
+    for (int i = 0; i < 8; i++) {
         out[2 * i] = e2m1_value(packed[i] & 15) * scale;
         out[2 * i + 1] = e2m1_value(packed[i] >> 4) * scale;
     }
+#endif
+}
+INLINE void decode_mxfp4(const uint8_t *packed, const uint8_t *scales, i64 dim, float *out) {
+    for (i64 g = 0; g < dim / 16; g++) decode_e2m1_16(packed + 8 * g, e8m0_value(scales[g / 2]), out + 16 * g);
 }
 
 static inline __attribute__((unused)) void decode_row(int kind, const void *row, i64 dim, float *out) {
@@ -52,13 +74,9 @@ static inline __attribute__((unused)) void decode_row(int kind, const void *row,
             for (int i = 0; i < 32; i++) out[32 * g + i] = e4m3_value(bytes[32 * g + i]) * scale;
         }
         break;
-    case ROW_MXFP4:
-        for (i64 g = 0; g < dim / 32; g++)
-            decode_nibbles(bytes + 16 * g, e8m0_value(bytes[dim / 2 + g]), 32, out + 32 * g);
-        break;
+    case ROW_MXFP4: decode_mxfp4(bytes, bytes + dim / 2, dim, out); break;
     case ROW_NVFP4:
-        for (i64 g = 0; g < dim / 16; g++)
-            decode_nibbles(bytes + 8 * g, e4m3_value(bytes[dim / 2 + g]), 16, out + 16 * g);
+        for (i64 g = 0; g < dim / 16; g++) decode_e2m1_16(bytes + 8 * g, e4m3_value(bytes[dim / 2 + g]), out + 16 * g);
         break;
     }
 }
