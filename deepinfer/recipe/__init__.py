@@ -12,7 +12,7 @@ Way in::
     request.inference                                         # InferenceOptions: max_tokens, temperature, top_p, ...
     request.parsing                                           # ParsingOptions for the way out
     request.stream                                            # bool
-    # convert_responses_request(body) and convert_messages_request(body) do the same for the other two protocols
+    # convert_responses_request(body), convert_messages_request(body): the same for the other two protocols
 
 Way out::
 
@@ -35,6 +35,7 @@ Way out::
     chunks = stream.push_tokens(token_ids)                    # or push_text(text, token_count)
     chunks = stream.finish("stop")                            # "stop" | "length" | "content_filter"; then stream.done
     stream.response()                                         # the body of a request that does not stream
+    # ResponsesStream and MessagesStream do the same; stream.event_name(event) names the server-sent event
 
 Stop strings alone (plain completions): ``StopStrings(["END"]).push(text) -> (text to emit, matched string or None)``.
 
@@ -53,6 +54,8 @@ from deepinfer.recipe.encoding import encode_prompt
 from deepinfer.recipe.errors import ConversionError, RequestError
 from deepinfer.recipe.events import AnswerText, Event, ReasoningText, ToolCallArguments, ToolCallStart
 from deepinfer.recipe.matching import StopStrings
+from deepinfer.recipe.messages_request import convert_messages_request
+from deepinfer.recipe.messages_stream import MessagesStream
 from deepinfer.recipe.output_reader import OutputReader, Usage
 from deepinfer.recipe.prompt import Prompt
 from deepinfer.recipe.render import render
@@ -63,6 +66,8 @@ from deepinfer.recipe.request import (
     OutputConstraint,
     ParsingOptions,
 )
+from deepinfer.recipe.responses_request import convert_responses_request
+from deepinfer.recipe.responses_stream import ResponsesStream
 from deepinfer.recipe.stream_parser import StreamParser
 from deepinfer.recipe.tokenizer import Tokenizer
 
@@ -78,12 +83,14 @@ __all__ = [
     "ImageSource",
     "InferenceOptions",
     "Message",
+    "MessagesStream",
     "OutputConstraint",
     "OutputReader",
     "ParsingOptions",
     "Prompt",
     "ReasoningText",
     "RequestError",
+    "ResponsesStream",
     "StopStrings",
     "StreamParser",
     "Tokenizer",
@@ -93,6 +100,8 @@ __all__ = [
     "ToolDefinition",
     "Usage",
     "convert_chat_request",
+    "convert_messages_request",
+    "convert_responses_request",
     "encode_prompt",
     "render",
     "render_chat",

@@ -11,6 +11,7 @@ from deepinfer.recipe.conversation import Content, ImageSource, Message, ModelVe
 from deepinfer.recipe.encoding import encode_prompt
 from deepinfer.recipe.errors import ConversionError, RequestError
 from deepinfer.recipe.known_differences import RENDER_DIFFERENCES, Difference
+from deepinfer.recipe.messages_request import convert_messages_request
 from deepinfer.recipe.render import render
 from deepinfer.recipe.request import ConversationRequest, ConversionOptions
 from deepinfer.recipe.responses_request import convert_responses_request
@@ -20,6 +21,7 @@ Vector = dict[str, Any]
 CONVERTERS = {
     "chat": convert_chat_request,
     "responses": convert_responses_request,
+    "messages": convert_messages_request,
 }
 _SAMPLING = ("max_tokens", "temperature", "top_p", "logprobs", "top_logprobs", "seed")
 

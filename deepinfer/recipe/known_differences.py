@@ -15,10 +15,29 @@ class Difference:
     supported: bool = False
 
 
+_PROMPT = ("expected_prompt", "expected_special_ranges", "expected_token_ids", "other_prompt", "other_token_ids")
+
 RENDER_DIFFERENCES: dict[str, Difference] = {
     "chat_developer_role": Difference("developer is a system message under its newer name", supported=True),
     "chat_n_0": Difference("refused in words that do not claim that only n = 1 works", fields=("message",)),
     "chat_n_2": Difference("several choices are supported", supported=True),
+    "messages_assistant_prefill": Difference(
+        "an assistant message at the end is continued, as the protocol means it",
+        fields=(*_PROMPT, "expected_conversation.messages[1].prefix"),
+    ),
+    "messages_choice_any": Difference(
+        "any requires a call",
+        fields=(
+            *_PROMPT,
+            "expected_conversation.tool_choice",
+            "expected_parsing_options.starts_in_tool_calls",
+            "expected_inference_options.output_constraint.kind",
+        ),
+    ),
+    "messages_document_block": Difference(
+        "plain text documents are read", fields=(*_PROMPT, "expected_conversation.messages[0].content")
+    ),
+    "messages_redacted_thinking": Difference("redacted thinking is left out of the history", supported=True),
     "responses_mixed_items": Difference("refusal parts of the history are text of the turn", supported=True),
     "responses_other_custom_tool": Difference("custom tools become functions with one text input", supported=True),
 }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from deepinfer.recipe import json_text, templates
-from deepinfer.recipe.conversation import MODEL_VERSIONS, Content, Conversation, Message, ModelVersion
+from deepinfer.recipe.conversation import MODEL_VERSIONS, Content, Conversation, ImageSource, Message, ModelVersion
 from deepinfer.recipe.dsml import DSML_STYLES, open_block, write_tool_calls
 from deepinfer.recipe.prompt import Prompt, PromptWriter
 
@@ -22,7 +22,7 @@ def render(
     writer = PromptWriter()
     writer.control("bos")
     header, messages = _split_header(conversation.messages, model_version)
-    _write_header(writer, conversation, header, model_version, empty=not header and not messages)
+    _write_header(writer, conversation, header, model_version, empty=header is None and not messages)
     before: Message | None = None
     for message in _order_tool_results(messages):
         _write_message(writer, conversation, message, before, model_version)
@@ -36,32 +36,31 @@ def render(
     return writer.finish()
 
 
-def _split_header(messages: Sequence[Message], version: ModelVersion) -> tuple[Content, list[Message]]:
-    """System text of the first block, and the messages that stay in place.  Empty system messages add nothing."""
-    messages = [m for m in messages if not (m.role == "system" and not m.content)]
+def _split_header(messages: Sequence[Message], version: ModelVersion) -> tuple[Content | None, list[Message]]:
+    """System text of the first block (None: none), and the messages that stay in place."""
     if version == "v4":  # no system token: every system message moves to the front
-        parts: list = []
+        parts: list[str | ImageSource] = []
         for message in messages:
-            if message.role == "system":
+            if message.role == "system" and message.content:
                 parts.extend((message.content,) if isinstance(message.content, str) else message.content)
         return tuple(parts), [m for m in messages if m.role != "system"]
     if messages and messages[0].role == "system":
-        return messages[0].content, messages[1:]
-    return "", messages
+        return messages[0].content, list(messages[1:])
+    return None, list(messages)
 
 
 def _write_header(
-    writer: PromptWriter, conversation: Conversation, system: Content, version: ModelVersion, empty: bool
+    writer: PromptWriter, conversation: Conversation, system: Content | None, version: ModelVersion, empty: bool
 ) -> None:
     """The first block.  V4.1 writes none for a conversation that says nothing at all, not even the effort."""
     sections = conversation.tools_in_force or conversation.json_object or conversation.json_schema is not None
     effort = ""
     if conversation.thinking and (version == "v4" or sections or not empty):
         effort = templates.EFFORT_HEADERS[version][conversation.reasoning_effort or "high"]
-    if version == "v4.1" and (effort or system or sections):
+    if version == "v4.1" and (effort or system is not None or sections):
         writer.control("system")
     writer.text(effort)
-    writer.content(system)
+    writer.content(system or "")
     if conversation.tools_in_force:
         _write_tools(writer, conversation, version)
     if conversation.json_schema is not None:
@@ -84,6 +83,7 @@ def _write_tools(writer: PromptWriter, conversation: Conversation, version: Mode
             }
         )
         for tool in conversation.tools
+        if not tool.defer_loading
     )
     writer.text("\n".join(lines))
     writer.text(templates.TOOLS_CLOSING)

@@ -55,7 +55,7 @@ def convert_responses_request(
     if format_kind == "json_schema":
         schema = check_format_schema(format_obj["schema"], bool(format_obj.get("strict")))
     conversation = Conversation(
-        messages=settings.without_empty_system(messages),
+        messages=tuple(messages),
         thinking=thinking,
         tools=chosen,
         tool_choice=tool_choice,

