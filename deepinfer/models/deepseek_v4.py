@@ -20,6 +20,7 @@ from deepinfer.config.model_v4 import LayerPlanV4, ModelConfigV4
 from deepinfer.kernels import ops
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.layers.hyper_connection import HyperConnection
+from deepinfer.models.layers.rope import rope_frequencies
 from deepinfer.models.layers.v4_attention import AttentionV4, IndexerV4
 from deepinfer.models.layers.v4_caches import CachesV4, allocate_caches, block_bytes
 from deepinfer.models.layers.v4_compressor import CompressorV4
@@ -58,6 +59,7 @@ class DeepseekV4:
         self.head_fn, self.head_base, self.head_scale = (
             weights.pop(f"hc_head_{key}").to(self.wide) for key in ("fn", "base", "scale")
         )
+        self.frequencies = {kind: rope_frequencies(config, kind).to(self.device) for kind in (False, True)}
         self.layers = [build_layer(weights, plan, config) for plan in config.layers]
 
     def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:
@@ -72,7 +74,7 @@ class DeepseekV4:
     def forward(self, inputs: ModelInputs, caches: CachesV4) -> Tensor:
         """One step -> logits, at least float32 [R, vocab], of `inputs.logits_rows`."""
         config = self.config
-        step = StepMetadataV4.build(inputs, config, caches.blocks.block_size, self.dtype)
+        step = StepMetadataV4.build(inputs, config, self.frequencies, caches.blocks.block_size, self.wide)
         h = F.embedding(inputs.token_ids, self.embed).unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous()
         for layer in self.layers:
             x, post, comb = hc_enter(h, layer.attention_hc, config)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from deepinfer.config.model_v4 import AttentionKind, LayerPlanV4, ModelConfigV4
 from deepinfer.models.inputs import ModelInputs
-from deepinfer.models.layers.rope import rope_frequencies
 from deepinfer.models.layers.step import Geometry, Rotation, WindowPlan, entry_slots, expand, window_plan
 
 
@@ -46,10 +45,15 @@ class StepMetadataV4:
     groups: dict[AttentionKind, GroupPlan]
 
     @classmethod
-    def build(cls, inputs: ModelInputs, config: ModelConfigV4, block_size: int, dtype: torch.dtype) -> StepMetadataV4:
-        """`dtype` is the compute dtype of the model."""
-        wide = torch.promote_types(dtype, torch.float32)
-        frequencies = {kind: rope_frequencies(config, kind).to(inputs.positions.device) for kind in (False, True)}
+    def build(
+        cls,
+        inputs: ModelInputs,
+        config: ModelConfigV4,
+        frequencies: dict[bool, Tensor],
+        block_size: int,
+        wide: torch.dtype,
+    ) -> StepMetadataV4:
+        """`frequencies` by "is the layer compressed" (rope_frequencies), on the device; `wide` is at least float32."""
         geometry = Geometry.of(inputs)
         window = config.sliding_window
         groups = {
