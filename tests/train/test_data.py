@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from deepinfer.recipe.control_tokens import CONTROL_TOKENS
 from deepinfer.recipe.events import ToolCallArguments, ToolCallStart
 from deepinfer.recipe.request import ParsingOptions
-from deepinfer.recipe.stream import StreamParser
+from deepinfer.recipe.stream_parser import StreamParser
 from deepinfer.recipe.tokenizer import Tokenizer
 from deepinfer.train import ngram_baseline
 from deepinfer.train.data import documents as docs
@@ -53,7 +54,8 @@ def test_tool_calls_parse_to_a_declared_tool_with_its_required_arguments() -> No
     for i in range(50):
         dialogue = make_dialogue("tool_call", 5, i)
         text = dialogue.completion().text.removesuffix(CONTROL_TOKENS["eos"])
-        parser = StreamParser(ParsingOptions(thinking=dialogue.thinking, tools_active=True))
+        stage = "ReasoningStart" if dialogue.thinking else None
+        parser = StreamParser(ParsingOptions(parse_tool_calls=True, thinking_initial_stage=stage))
         events = [*parser.push(text), *parser.finish()]
         names = [event.name for event in events if isinstance(event, ToolCallStart)]
         arguments = json.loads("".join(e.text for e in events if isinstance(e, ToolCallArguments)))
@@ -65,8 +67,6 @@ def test_tool_calls_parse_to_a_declared_tool_with_its_required_arguments() -> No
 
 
 def test_arithmetic_is_right_and_keeps_its_evaluation_pairs_apart() -> None:
-    import re
-
     for held_out in (False, True):
         for i in range(100):
             dialogue = arithmetic(random.Random(i), held_out)
@@ -83,7 +83,7 @@ def test_arithmetic_is_right_and_keeps_its_evaluation_pairs_apart() -> None:
 def test_evaluation_uses_names_and_tools_that_training_never_does() -> None:
     for dialogue in evaluation_dialogues():
         if dialogue.kind == "passage":
-            assert any(name in str(dialogue.messages[-2].content) for name in HELD_OUT_NAMES)
+            assert any(name in str(dialogue.messages) for name in HELD_OUT_NAMES)
     for i in range(200):
         assert not HELD_OUT_TOOLS & {tool.name for tool in make_dialogue("tool", docs.SEED, i).tools}
         assert not any(f"{name} " in str(make_dialogue("passage", docs.SEED, i).messages) for name in HELD_OUT_NAMES)

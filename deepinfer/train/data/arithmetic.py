@@ -1,4 +1,5 @@
 """Arithmetic with thinking: small sums, differences, products and word problems, worked out in `<think>`."""
+# ruff: noqa: E501 (template tables read better with one entry a line)
 
 import random
 

@@ -15,7 +15,7 @@ EFFORTS: tuple[Effort | None, ...] = (None, None, None, "low", "max")
 
 @dataclass(frozen=True)
 class Dialogue:
-    """`messages` ends with the assistant turn to learn; `expected` is its answer in the evaluator's form (text or JSON)."""
+    """`messages` ends with the assistant turn to learn; `expected` is its answer as an evaluator reads it."""
 
     kind: str
     messages: tuple[Message, ...]

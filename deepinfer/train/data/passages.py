@@ -1,4 +1,5 @@
 """Passage question answering: a passage of random facts about one or two people, and questions about one fact."""
+# ruff: noqa: E501 (template tables read better with one entry a line)
 
 import random
 from dataclasses import dataclass

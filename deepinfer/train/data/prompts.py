@@ -1,10 +1,25 @@
 """Seeded prompts for the text sampler: (user prompt, forced opening of the answer). Item i depends on (seed, i) only."""
+# ruff: noqa: E501 (template tables read better with one entry a line)
 
 import random
 import re
 
 from deepinfer.train.data.words import (
-    ANIMALS, COLOURS, DAYS, FOODS, HOWTO, JOBS, MONTHS, MOODS, NAMES, OBJECTS, PLACES, THEMES, TIMES, TOPICS, TOWNS,
+    ANIMALS,
+    COLOURS,
+    DAYS,
+    FOODS,
+    HOWTO,
+    JOBS,
+    MONTHS,
+    MOODS,
+    NAMES,
+    OBJECTS,
+    PLACES,
+    THEMES,
+    TIMES,
+    TOPICS,
+    TOWNS,
     WEATHER,
 )  # fmt: skip
 

@@ -1,4 +1,5 @@
 """Small talk, identity, personas, copying, lists, and remembering a name over several turns."""
+# ruff: noqa: E501 (template tables read better with one entry a line)
 
 import random
 

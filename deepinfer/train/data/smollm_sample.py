@@ -61,7 +61,8 @@ class State:
     """Everything a decode step reads and writes, all on the device: a step never waits for the host.
 
     token, start, prompt_id: int64 [B]; pos, next_prompt: int64 []; log: int32 [steps, B];
-    ring: int64 [B, WINDOW], the row's own last tokens (0 elsewhere); k, v: bf16 [layers, B, kv_heads, WINDOW, head_dim].
+    ring: int64 [B, WINDOW], the row's own last tokens (0 elsewhere);
+    k, v: bf16 [layers, B, kv_heads, WINDOW, head_dim].
     """
 
     token: torch.Tensor
@@ -90,7 +91,7 @@ def attend_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch
 
 
 def attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The query heads of one kv head are its query rows. Shapes: q [B, kv_heads, group, 64], k and v [.., WINDOW, 64]."""
+    """The query heads of one kv head are its query rows: q [B, kv_heads, group, 64], k and v [.., WINDOW, 64]."""
     mask = mask.expand(-1, q.shape[1], q.shape[2], -1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
 
@@ -148,7 +149,12 @@ def penalise_repeats(logits: torch.Tensor, s: State) -> torch.Tensor:
 
 
 def step(
-    w: dict[str, torch.Tensor], s: State, freqs: torch.Tensor, attend: Attend, prompts: torch.Tensor, lengths: torch.Tensor
+    w: dict[str, torch.Tensor],
+    s: State,
+    freqs: torch.Tensor,
+    attend: Attend,
+    prompts: torch.Tensor,
+    lengths: torch.Tensor,
 ) -> None:
     """Decode one position of every row in place: follow the prompt, else sample, else refill a finished row.
 
@@ -174,7 +180,8 @@ def encode_prompts(tokenizer: Tokenizer, seed: int, count: int) -> tuple[list[tu
     """Render `count` seeded prompts in SmolLM2's chat format; over-long ones are dropped. Arrays: [N, 96] and [N]."""
     pairs = [make_prompt(seed, i) for i in range(count)]
     texts = [
-        f"<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\n{p}<|im_end|>\n"
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        f"<|im_start|>user\n{p}<|im_end|>\n"
         f"<|im_start|>assistant\n{opening}"
         for p, opening in pairs
     ]

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+RST_MARKUP = re.compile(
+    r"\s*(\.\. (index|_|sectionauthor|module|moduleauthor|versionadded|highlight|XXX)|:[a-z]+:)"
+)
 CHUNK = 3000  # characters of one document cut from a long file
 
 
@@ -87,7 +90,7 @@ def python_docs(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("_sources/**/*.rst.txt")):
         text = path.read_text(encoding="utf-8", errors="ignore")
         text = re.sub(r":[a-z:+]+:`~?!?([^`<]+)(?: <[^`]*>)?`", r"\1", text).replace("``", "`")
-        lines = [x for x in text.split("\n") if not re.match(r"\s*(\.\. (index|_|sectionauthor|module|moduleauthor|versionadded|highlight|XXX)|:[a-z]+:)", x)]  # fmt: skip
+        lines = [x for x in text.split("\n") if not RST_MARKUP.match(x)]
         for piece in chunks(re.sub(r"\n{3,}", "\n\n", "\n".join(lines)), "\n\n"):
             if is_plain(piece):
                 yield piece
@@ -133,7 +136,10 @@ def shakespeare(folder: Path) -> Iterator[str]:
                 yield piece
 
 
-PACKAGES = ("click", "fastapi", "httpx", "httpcore", "jinja2", "networkx", "packaging", "pydantic", "requests", "rich", "starlette", "mpmath", "anyio", "markdown_it")  # fmt: skip
+PACKAGES = (
+    "click", "fastapi", "httpx", "httpcore", "jinja2", "networkx", "packaging", "pydantic", "requests", "rich",
+    "starlette", "mpmath", "anyio", "markdown_it",
+)  # fmt: skip
 
 
 def text_documents(folder: Path) -> Iterator[tuple[str, str]]:

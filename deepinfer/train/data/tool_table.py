@@ -1,4 +1,5 @@
 """The named tools of the tool-call dialogues: declarations, ways to ask for them, results and how to report them."""
+# ruff: noqa: E501 (template tables read better with one entry a line)
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,5 @@
 """Tool-call dialogues: named and invented tools, requests, calls in DSML, results, and requests that need no tool."""
+# ruff: noqa: E501 (template tables read better with one entry a line)
 
 import json
 import random

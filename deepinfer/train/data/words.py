@@ -1,4 +1,5 @@
 """Word lists shared by the prompt and dialogue generators."""
+# ruff: noqa: E501 (template tables read better with one entry a line)
 
 GIRLS = """Anna Maria Lily Sofia Emma Clara Nora Ruth Elena Priya Mei Aisha Fatima Zoe Hannah Julia Rosa Ingrid Olivia
 Grace Amara Yuki Leila Tara Nina Eva Martha Ida Beth Carmen Dora Edith Freya Gina Helen Iris Jane Kate Laura Mona
