@@ -117,10 +117,13 @@ def load_weights(
     Raises:
         ValueError: names the file, or the first missing, extra, misshapen or wrongly typed tensor.
     """
-    weights: Weights = {}
-    for spec, expert, stored in _stream(Path(path), config, include, progress):
-        if spec.name not in weights:
-            weights[spec.name] = torch.empty(spec.shape, dtype=in_memory_dtype(spec.storage, dtype), device=device)
+    checkpoint = _open_checkpoint(Path(path), config, include)
+    # Allocated before any temporary, which would otherwise leave holes between them.
+    weights = {
+        name: torch.empty(spec.shape, dtype=in_memory_dtype(spec.storage, dtype), device=device)
+        for name, spec in checkpoint.parameters.items()
+    }
+    for spec, expert, stored in _stream(checkpoint, progress):
         stored.dequantize_into(weights[spec.name] if expert is None else weights[spec.name][expert])
         del stored  # it keeps its shard mapped
     return weights
@@ -140,7 +143,7 @@ def load_quantized(
     tables (`include=is_engram_table`). CPU only.
     """
     tensors: dict[str, StoredTensor] = {}
-    for spec, expert, stored in _stream(Path(path), config, include, progress):
+    for spec, expert, stored in _stream(_open_checkpoint(Path(path), config, include), progress):
         if expert is None:
             tensors[spec.name] = stored if mmap else _copy(stored, device)
         else:
@@ -178,23 +181,37 @@ def _copy(stored: StoredTensor, device: str | torch.device) -> StoredTensor:
 # ------------------------------------------------------------------ files
 
 
-def _stream(
-    path: Path, config: ModelConfig, include: Include | None, progress: bool
-) -> Iterator[tuple[ParameterSpec, int | None, StoredTensor]]:
+Header = dict[str, tuple[Shape, str]]  # tensor name -> (shape, dtype name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """What is where, checked against the config."""
+
+    path: Path
+    headers: dict[str, Header]  # by shard file
+    parameters: dict[str, ParameterSpec]  # the wanted ones
+    tensors: dict[str, TensorSpec]  # their file tensors
+
+
+def _open_checkpoint(path: Path, config: ModelConfig, include: Include | None) -> _Checkpoint:
+    headers = {file: _read_header(path / file, names) for file, names in shard_names(path).items()}
+    return _Checkpoint(path, headers, *_check(config, headers, include))
+
+
+def _stream(checkpoint: _Checkpoint, progress: bool) -> Iterator[tuple[ParameterSpec, int | None, StoredTensor]]:
     """Yields (parameter, expert row or None, tensor) one shard at a time; the tensors view the open shard."""
-    shards = shard_names(path)
-    headers = {file: _read_header(path / file, names) for file, names in shards.items()}
-    specs, tensors = _check(config, headers, include)
+    path, headers = checkpoint.path, checkpoint.headers
     halves: dict[tuple[str, int | None], dict[str, Tensor]] = {}  # weight or scale, waiting for the other
     for number, file in enumerate(headers, 1):
         if progress:
             print(f"\rloading weights: shard {number}/{len(headers)}", end="", file=sys.stderr, flush=True)
         with open_shard(path / file) as shard:
             for name in headers[file]:
-                tensor = tensors.get(name)
+                tensor = checkpoint.tensors.get(name)
                 if tensor is None:
                     continue
-                spec = specs[tensor.parameter]
+                spec = checkpoint.parameters[tensor.parameter]
                 key = (spec.name, tensor.expert)
                 part = "scale" if tensor.storage == "e8m0" else "values"
                 halves.setdefault(key, {})[part] = _get(shard, name, tensor, path / file)
@@ -240,8 +257,8 @@ def open_shard(path: Path) -> safe_open:
         raise ValueError(f"model: shard {path} is truncated or corrupt: {error}") from None
 
 
-def _read_header(path: Path, promised: list[str] | None) -> dict[str, tuple[Shape, str]]:
-    """Tensor name -> (shape, dtype name); the names must be those that the index promises."""
+def _read_header(path: Path, promised: list[str] | None) -> Header:
+    """Shapes and dtypes of a shard; the names must be those that the index promises."""
     with open_shard(path) as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}
         header = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
@@ -255,7 +272,7 @@ def _read_header(path: Path, promised: list[str] | None) -> dict[str, tuple[Shap
 
 
 def _check(
-    config: ModelConfig, headers: dict[str, dict[str, tuple[Shape, str]]], include: Include | None
+    config: ModelConfig, headers: dict[str, Header], include: Include | None
 ) -> tuple[dict[str, ParameterSpec], dict[str, TensorSpec]]:
     """Compares the headers with the config; returns the wanted parameters and file tensors."""
     found = {name: entry for header in headers.values() for name, entry in header.items()}
@@ -277,7 +294,8 @@ def _check(
             raise ValueError(f"model: tensor {name!r} has dtype {dtype}, expected {allowed}")
     for name in sorted(found.keys() - known.keys()):
         raise ValueError(f"model: tensor {name!r} is in the checkpoint but not in the model that config.json describes")
-    return every, wanted
+    parameters = {tensor.parameter for tensor in wanted.values()}
+    return {name: spec for name, spec in every.items() if name in parameters}, wanted
 
 
 def _get(shard: safe_open, name: str, tensor: TensorSpec, path: Path) -> Tensor:
