@@ -184,6 +184,8 @@ class ModelConfig:
         Raises:
             ValueError: a key is missing, has a wrong type or contradicts another one; the message names it.
         """
+        kind = raw.get("model_type", "deepseek_v41")
+        _require(kind in ("deepseek_v41", "deepseek_v41_text"), "model_type", kind, "'deepseek_v41'")
         text, vision = _text_and_vision(raw)
         known = {f.name: f for f in fields(cls)}
         values: dict[str, Any] = {}
