@@ -32,12 +32,14 @@ class Operation:
 
     def __call__(self, *args: Any) -> Any:
         if self.backends and not FORCE_REFERENCE:
-            device = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
-            implementation = self.backends.get(device)
-            if implementation is not None:
-                result = implementation(*args)
-                if result is not NotImplemented:
-                    return result
+            for argument in args:
+                if isinstance(argument, Tensor):
+                    implementation = self.backends.get(argument.device.type)
+                    if implementation is not None:
+                        result = implementation(*args)
+                        if result is not NotImplemented:
+                            return result
+                    break
         return self.reference(*args)
 
 

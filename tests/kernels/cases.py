@@ -67,6 +67,11 @@ def rms_norm(g: torch.Generator) -> Iterator[Case]:
         yield normal(g, n, dim) * 3, normal(g, dim), 1e-20
     yield normal(g, 2, 3, 64) * 1e-12, normal(g, 64), 1e-20
     yield normal(g, 2, 64) * 1e15, normal(g, 64), 1e-6
+    wide = normal(g, 5, 80)
+    yield wide[:, :48], normal(g, 48), 1e-20
+    yield wide[:, 48:], normal(g, 32), 1e-20
+    yield wide[::2], normal(g, 80), 1e-20
+    yield wide.T, normal(g, 5), 1e-20
 
 
 def rope(g: torch.Generator) -> Iterator[Case]:

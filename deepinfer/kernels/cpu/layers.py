@@ -15,11 +15,12 @@ MAX_HC = 8  # streams that the C kernel has room for
 @backend("rms_norm", "cpu")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     kernels = functions()
-    if kernels is None or not ready(x, weight):
-        return NotImplemented
     dim = x.shape[-1]
-    out = torch.empty_like(x)
-    kernels["rms_norm"](x.data_ptr(), dim, weight.data_ptr(), eps, x.numel() // dim, dim, out.data_ptr())
+    stride = x.stride(0) if x.dim() == 2 and x.stride(1) == 1 else dim  # part of the columns of a wider matrix
+    if kernels is None or not ready(weight) or x.dtype is not torch.float32 or not (stride > dim or ready(x)):
+        return NotImplemented
+    out = torch.empty(x.shape, dtype=torch.float32)
+    kernels["rms_norm"](x.data_ptr(), stride, weight.data_ptr(), eps, x.numel() // dim, dim, out.data_ptr())
     return out
 
 
