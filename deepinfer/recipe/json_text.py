@@ -59,7 +59,7 @@ def _write(value: Any, write: Callable[[str], None], item: str, key: str) -> Non
     elif value is None or isinstance(value, bool):
         write({None: "null", True: "true", False: "false"}[value])
     elif isinstance(value, int):
-        write(str(value) if -(2**63) <= value < 2**64 else format_float(float(value)))
+        write(_format_int(value))
     elif isinstance(value, float):
         write(format_float(value))
     elif isinstance(value, dict):
@@ -77,6 +77,15 @@ def _write(value: Any, write: Callable[[str], None], item: str, key: str) -> Non
         write("]")
     else:
         raise ValueError(f"{type(value).__name__} is not a JSON value")
+
+
+def _format_int(value: int) -> str:
+    if -(2**63) <= value < 2**64:
+        return str(value)
+    try:
+        return format_float(float(value))
+    except OverflowError:
+        raise ValueError("number out of range") from None
 
 
 def _parse_int(text: str) -> int | float:

@@ -19,7 +19,7 @@ _SERVER_BLOCKS = ("server_tool_use", "web_search_tool_result")
 
 @dataclass
 class Block:
-    """One content block, checked for shape.  ``text`` is thinking, ``part`` text, image or document, ``parts`` a result."""
+    """One block, checked for shape.  ``text`` is thinking, ``part`` a text, image or document, ``parts`` a result."""
 
     kind: str
     text: str = ""

@@ -1,4 +1,4 @@
-"""Tokenizers for the recipe tests: the public DeepSeek one where its package is installed, and a small one of our own."""
+"""Tokenizers for the recipe tests: the public DeepSeek one where it is installed, and a small one of our own."""
 
 import importlib.util
 import json

@@ -17,12 +17,34 @@ from deepinfer.recipe import (
 )
 
 CALL = (
-    '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="k" string="true">v "q"\n</｜DSML｜ parameter>\n'
+    '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n'
+    '<｜DSML｜ parameter name="k" string="true">v "q"\n</｜DSML｜ parameter>\n'
     '<｜DSML｜ parameter name="n" string="false">[1, null]</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
     '<｜DSML｜ invoke name="g">\n\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
 )
-WORDS = ["a", "b", "ab", "\n", "\n\n", "</think>", "<think>", "<｜DSML｜", "</｜DSML｜", "STOP", "ST", "</th", "<", "{", "}",
-         "```json\n", "```", ' invoke name="f">', ' parameter name="k" string="true">', "é", CALL]  # fmt: skip
+WORDS = [
+    "a",
+    "b",
+    "ab",
+    "\n",
+    "\n\n",
+    "</think>",
+    "<think>",
+    "<｜DSML｜",
+    "</｜DSML｜",
+    "STOP",
+    "ST",
+    "</th",
+    "<",
+    "{",
+    "}",
+    "```json\n",
+    "```",
+    ' invoke name="f">',
+    ' parameter name="k" string="true">',
+    "é",
+    CALL,
+]
 
 
 def cut(text: str, cuts: list[int]) -> list[str]:
@@ -55,7 +77,9 @@ def read(options: ParsingOptions, pieces: list[str]) -> dict:
         parse_tool_calls=st.booleans(),
         starts_in_tool_calls=st.booleans(),
         parse_json_output=st.booleans(),
-        thinking_initial_stage=st.sampled_from([None, "ReasoningStart", "ReasoningContinuation", "ContentContinuation"]),
+        thinking_initial_stage=st.sampled_from(
+            [None, "ReasoningStart", "ReasoningContinuation", "ContentContinuation"]
+        ),
         stop_sequences=st.sampled_from([(), ("STOP",), ("ab", "b"), ("\n\n", "STOPa")]),
     ),
 )
@@ -121,28 +145,35 @@ def test_calls_are_text_when_no_tools_are_active() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "arguments"),
+    ("invoke", "parameter", "arguments"),
     [
-        ('<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="k">v</｜DSML｜ parameter>\n</｜DSML｜ invoke>', {"k": "v"}),
-        ('<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter string="false" name="k">1</｜DSML｜ parameter>\n</｜DSML｜ invoke>', {"k": 1}),
-        ('<｜DSML｜ invoke id="7" name="f">\n<｜DSML｜ parameter name="a b" string="true">v</｜DSML｜ parameter>\n</｜DSML｜ invoke>',
-         {"a b": "v"}),
-        ('<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="k\\" string="true">v</｜DSML｜ parameter>\n</｜DSML｜ invoke>',
-         {"k\\": "v"}),
-        ('<｜DSML｜ invoke name="f">\njunk <｜DSML｜ parameter name="k" string="maybe">v</｜DSML｜ parameter>\n</｜DSML｜ invoke>',
-         {"k": "v"}),
-        ('<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="k" string="true">v</｜DSML｜parameter>\n</｜DSML｜invoke>', {"k": "v"}),
+        ('invoke name="f"', 'parameter name="k"', {"k": "v"}),
+        ('invoke name="f"', 'parameter string="false" name="k"', {"k": "v"}),
+        ('invoke id="7" name="f"', 'parameter name="a b" string="true"', {"a b": "v"}),
+        ('invoke name="f"', 'parameter name="k\\" string="true"', {"k\\": "v"}),
+        ('invoke name="f" x="y"', 'parameter name="k" string="maybe"', {"k": "v"}),
     ],
-)  # fmt: skip
-def test_malformed_blocks_give_valid_arguments(block: str, arguments: dict) -> None:
-    out = read(ParsingOptions(parse_tool_calls=True), ["<｜DSML｜ calls>\n" + block + "\n</｜DSML｜ calls>"])
-    assert len(out["calls"]) == 1 and out["calls"][0][1] == "f"
+)
+@pytest.mark.parametrize("space", ["", " "])
+def test_malformed_blocks_give_valid_arguments(invoke: str, parameter: str, arguments: dict, space: str) -> None:
+    value = '"v"' if 'string="false"' in parameter else "v"
+    out = read(
+        ParsingOptions(parse_tool_calls=True),
+        [
+            f"<｜DSML｜{space}calls>\n<｜DSML｜{space}{invoke}>\njunk <｜DSML｜{space}{parameter}>{value}"
+            f"</｜DSML｜{space}parameter>\n</｜DSML｜{space}invoke>\n</｜DSML｜{space}calls>"
+        ],
+    )
+    assert [call[1] for call in out["calls"]] == ["f"]
     assert json.loads(out["calls"][0][2]) == arguments
 
 
 def test_a_call_without_end_is_closed_by_the_next() -> None:
     text = '<｜DSML｜ calls><｜DSML｜ invoke name="f"><｜DSML｜ invoke name="g"></｜DSML｜ invoke></｜DSML｜ calls>'
-    assert [call[1:] for call in read(ParsingOptions(parse_tool_calls=True), [text])["calls"]] == [["f", "{}"], ["g", "{}"]]
+    assert [call[1:] for call in read(ParsingOptions(parse_tool_calls=True), [text])["calls"]] == [
+        ["f", "{}"],
+        ["g", "{}"],
+    ]
 
 
 def test_json_mode_keeps_the_json() -> None:

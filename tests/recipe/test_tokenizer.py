@@ -13,7 +13,8 @@ from deepinfer.recipe import Detokenizer, Prompt, Tokenizer, encode_prompt, rend
 from deepinfer.recipe.control_tokens import CONTROL_TOKENS, REQUIRED_ROLES
 
 TEXT = st.lists(
-    st.sampled_from([*CONTROL_TOKENS.values(), "a", " the", "\n\n", "日本", "👩‍👧", "é", "<", "｜", ">"]) | st.text(max_size=5),
+    st.sampled_from([*CONTROL_TOKENS.values(), "a", " the", "\n\n", "日本", "👩‍👧", "é", "<", "｜", ">"])
+    | st.text(max_size=5),
     max_size=12,
 ).map("".join)
 
@@ -26,7 +27,9 @@ def test_text_never_becomes_an_added_token(small_tokenizer: Tokenizer, text: str
     assert small_tokenizer.decode(token_ids) == text
 
 
-def test_every_added_token_of_the_real_vocabulary_is_text(deepseek_tokenizer: Tokenizer, deepseek_definition: dict) -> None:
+def test_every_added_token_of_the_real_vocabulary_is_text(
+    deepseek_tokenizer: Tokenizer, deepseek_definition: dict
+) -> None:
     spellings = [token["content"] for token in deepseek_definition["added_tokens"]]
     assert len(spellings) == 1283
     for spelling, token_ids in zip(spellings, deepseek_tokenizer.encode_texts(spellings), strict=True):

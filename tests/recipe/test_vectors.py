@@ -15,8 +15,13 @@ FILES = sorted(GOLDEN.glob("*.json"))
 
 
 def _vectors(kind: str) -> list:
-    found = [vector for path in FILES for file_kind, vectors in [load_vectors(path)] if file_kind == kind
-             for vector in vectors]  # fmt: skip
+    found = [
+        vector
+        for path in FILES
+        for file_kind, vectors in [load_vectors(path)]
+        if file_kind == kind
+        for vector in vectors
+    ]
     return [pytest.param(vector, id=vector["name"]) for vector in found]
 
 
@@ -51,8 +56,17 @@ def test_every_known_difference_is_a_vector() -> None:
         assert all(difference.reason for difference in known.values())
 
 
-@pytest.mark.parametrize("field", ["expected_prompt", "expected_special_ranges", "expected_conversation",
-                                   "expected_parsing_options", "expected_inference_options", "expected_stream"])  # fmt: skip
+@pytest.mark.parametrize(
+    "field",
+    [
+        "expected_prompt",
+        "expected_special_ranges",
+        "expected_conversation",
+        "expected_parsing_options",
+        "expected_inference_options",
+        "expected_stream",
+    ],
+)
 def test_a_changed_render_vector_fails(field: str) -> None:
     vector = load_vectors(GOLDEN / "render_tools.json")[1][0]
     assert check_render(vector, None) is None
