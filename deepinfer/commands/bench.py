@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from deepinfer.commands.options import examples
+from deepinfer.commands.options import examples, parse_numbers
 
 app = typer.Typer(help="Measure this machine, and print what was measured.", no_args_is_help=True)
 
@@ -26,6 +26,27 @@ _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
 def throughput(context: typer.Context) -> None:
     """Tokens per second of the engine, beside `transformers` on a model of the same shape."""
     _run("throughput", context.args)
+
+
+@app.command(epilog=examples("deepinfer bench latency", "deepinfer bench latency --batch-sizes 1,32 --save"))
+def latency(
+    model: str = typer.Option("nano", help="`nano` or a checkpoint folder."),
+    batch_sizes: str = typer.Option("1,8,32", help="Requests at once, comma-separated."),
+    prompt_lens: str = typer.Option("128,512", help="Tokens of a prompt, comma-separated."),
+    output_len: int = typer.Option(32, min=2, help="Tokens of an answer."),
+    repeats: int = typer.Option(3, min=1, help="Measured runs of each; medians are reported."),
+    save: bool = typer.Option(False, "--save", help="Write benchmarks/results/latency.json."),
+) -> None:
+    """Time to first token (TTFT) and per output token (TPOT) of the engine alone."""
+    from deepinfer.bench import latency as benchmark
+    from deepinfer.bench import results
+
+    sizes, lengths = parse_numbers(batch_sizes, "--batch-sizes"), parse_numbers(prompt_lens, "--prompt-lens")
+    command = f"deepinfer bench latency --model {model} --batch-sizes {batch_sizes} --prompt-lens {prompt_lens}"
+    command += f" --output-len {output_len} --repeats {repeats}"
+    records = benchmark.measure(model, sizes, lengths, output_len, repeats, command)
+    if save:
+        print(f"wrote {results.save('latency', records)}")
 
 
 @app.command(epilog=examples("deepinfer bench report", "deepinfer bench report throughput --update"))

@@ -91,7 +91,7 @@ def generate(
 
     engine = load_text_engine(model, config)
     try:
-        token_ids = options.parse_token_ids(text, "prompt") if prompt_ids else engine.encode(text)
+        token_ids = options.parse_numbers(text, "prompt") if prompt_ids else engine.encode(text)
         asyncio.run(_print_answers(engine, token_ids, params, ids))
     finally:
         engine.engine.close()

@@ -71,7 +71,7 @@ def make_sampling_params(
     if logit_bias:
         values["logit_bias"] = dict(_bias(entry) for entry in logit_bias)
     if golden_token_ids is not None:
-        values["golden_token_ids"] = parse_token_ids(golden_token_ids, "--golden-token-ids")
+        values["golden_token_ids"] = parse_numbers(golden_token_ids, "--golden-token-ids")
     return SamplingParams(**values)
 
 
@@ -83,11 +83,12 @@ def _bias(entry: str) -> tuple[int, float]:
         raise ValueError(f"--logit-bias must be TOKEN_ID:VALUE such as 42:-100, got {entry!r}") from None
 
 
-def parse_token_ids(text: str, field: str) -> list[int]:
+def parse_numbers(text: str, field: str) -> list[int]:
+    """`1, 2,3` -> [1, 2, 3].  Raises ValueError naming `field`."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise ValueError(f"{field} must be token IDs separated by commas, got {text!r}") from None
+        raise ValueError(f"{field} must be integers separated by commas, got {text!r}") from None
 
 
 def make_engine_config(

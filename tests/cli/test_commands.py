@@ -2,7 +2,7 @@
 
 import json
 import re
-import time
+import resource
 from pathlib import Path
 
 import pytest
@@ -102,18 +102,39 @@ def test_doctor_says_what_is_used_without_a_compiler(run: Run, tmp_path: Path) -
     assert compiler["state"] == "no" and "PyTorch" in compiler["detail"]
 
 
-def test_help_is_quick_and_has_examples(run: Run) -> None:
-    run("--help")  # compiles the bytecode
-    start = time.perf_counter()
-    assert run("--help").returncode == 0
-    assert time.perf_counter() - start < 1.0  # 0.25 s on an idle machine
+def test_help_is_quick(run_process: Run) -> None:
+    """0.25 s on an idle machine; the processor time does not depend on what else runs there."""
+    run_process("--help")  # compiles the bytecode
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run_process("--help").returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_help_has_examples(run: Run) -> None:
     for command in ("generate", "chat", "serve", "doctor", "plan", "version"):
         text = run(command, "--help").stdout
         assert "Examples" in text and f"deepinfer {command}" in text, command
     assert "deepinfer bench report" in run("bench", "report", "--help").stdout
 
 
-def test_version(run: Run) -> None:
+def test_version_in_a_process_of_its_own(run_process: Run) -> None:
     from deepinfer import __version__
 
-    assert run("version").stdout.startswith(f"deepinfer {__version__} (Python 3.")
+    assert run_process("version").stdout.startswith(f"deepinfer {__version__} (Python 3.")
+
+
+def test_bench_latency_measures_and_saves(
+    run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = run(
+        "bench", "latency", "--model", str(checkpoint), "--batch-sizes", "1,2", "--prompt-lens", "8", "--output-len",
+        "3", "--repeats", "2", "--save",
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    records = json.loads((tmp_path / "benchmarks" / "results" / "latency.json").read_text())
+    assert [record["unit"] for record in records] == ["ms"] * 4 and len({record["name"] for record in records}) == 4
+    assert all(record["value"] > 0 and len(record["samples"]) == 2 for record in records)
+    table = run("bench", "report", "latency")
+    assert table.returncode == 0 and "TTFT" in table.stdout
