@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer.config.model import ModelConfig, RopeScaling, VisionConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.config.parts import RopeScaling, VisionConfig
 
 TINY_VISION = VisionConfig(
     num_hidden_layers=2,

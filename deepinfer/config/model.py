@@ -9,103 +9,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, dataclass, field, fields
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-
-class LayerMode(Enum):
-    """What a layer's attention computes itself and what it borrows from its owners."""
-
-    SWA = "swa"  # sliding window only
-    FULL = "full"  # writes compressed KV and index keys, selects for itself
-    REINDEX = "reindex"  # reads its owner's KV and index keys, selects again with its own index queries
-    REUSE = "reuse"  # reads its owner's KV with its index owner's selection
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """The sharing relations of one layer, derived from the config."""
-
-    layer_id: int
-    mode: LayerMode
-    compress_ratio: int  # 0: no compressed KV
-    kv_owner: int  # layer whose compressed KV is read; -1 for SWA
-    index_owner: int  # layer whose selection is used; -1 for SWA
-    writes_candidates: bool  # keeps the candidate blocks of its own scores
-    reads_candidates: bool  # may select only inside the candidate blocks
-    has_engram: bool
-
-    @property
-    def is_kv_source(self) -> bool:
-        return self.mode is LayerMode.FULL
-
-    @property
-    def is_index_source(self) -> bool:
-        return self.mode in (LayerMode.FULL, LayerMode.REINDEX)
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """YaRN parameters; applied to every rotation of a layer whose compress ratio is above 0."""
-
-    factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    original_max_position_embeddings: int = 65536
-    rope_type: str = "yarn"
-
-
-@dataclass(frozen=True)
-class VisionConfig:
-    """The image tower (spec: model, section 9)."""
-
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    intermediate_size: int
-    patch_size: int = 14
-    rope_theta: float = 10000.0
-    downsample_ratio: int = 3
-    max_image_tokens: int = 1024
-    min_pixels: int = 295936
-    max_wh_ratio: float | None = None
-
-
-# inference/config.json's spelling -> config.json's spelling
-FLAT_SPELLING = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "moe_inter_dim": "moe_intermediate_size",
-    "n_activated_experts": "num_experts_per_tok",
-    "route_scale": "routed_scaling_factor",
-    "score_func": "scoring_func",
-    "norm_eps": "rms_norm_eps",
-    "window_size": "sliding_window",
-    "rope_head_dim": "qk_rope_head_dim",
-    "kv_source_layers": "kv_source_layer_ids",
-    "index_source_layers": "index_source_layer_ids",
-    "candidate_source_layer": "candidate_source_layer_id",
-    "engram_pad_id": "engram_pad_token_id",
-    "n_mtp_layers": "num_nextn_predict_layers",
-    "dspark_n_activated_experts": "dspark_num_experts_per_tok",
-    "max_seq_len": "max_position_embeddings",
-}
-
-FLAT_VISION_SPELLING = {
-    "vision_n_layers": "num_hidden_layers",
-    "vision_dim": "hidden_size",
-    "vision_n_heads": "num_attention_heads",
-    "vision_inter_dim": "intermediate_size",
-    "vision_patch_size": "patch_size",
-    "vision_rope_theta": "rope_theta",
-    "vision_downsample_ratio": "downsample_ratio",
-    "vision_max_n_token": "max_image_tokens",
-    "vision_min_pixels": "min_pixels",
-    "vision_max_wh_ratio": "max_wh_ratio",
-}
+from deepinfer.config.parts import LayerMode, LayerPlan, RopeScaling, VisionConfig, require
+from deepinfer.config.spelling import FLAT_SPELLING, check_types, rope_scaling, text_and_vision
 
 
 @dataclass(frozen=True)
@@ -185,15 +94,15 @@ class ModelConfig:
             ValueError: a key is missing, has a wrong type or contradicts another one; the message names it.
         """
         kind = raw.get("model_type", "deepseek_v41")
-        _require(kind in ("deepseek_v41", "deepseek_v41_text"), "model_type", kind, "'deepseek_v41'")
-        text, vision = _text_and_vision(raw)
+        require(kind in ("deepseek_v41", "deepseek_v41_text"), "model_type", kind, "'deepseek_v41'")
+        text, vision = text_and_vision(raw)
         known = {f.name: f for f in fields(cls)}
         values: dict[str, Any] = {}
         for key, value in text.items():
             name = FLAT_SPELLING.get(key, key)
             if name in known and name not in ("vision", "rope_scaling", "weight_block_size"):
                 values[name] = tuple(value) if isinstance(value, list) else value
-        values["rope_scaling"] = _rope_scaling(text)
+        values["rope_scaling"] = rope_scaling(text)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
             if key in raw:
                 values[key] = raw[key]
@@ -209,7 +118,7 @@ class ModelConfig:
         ]
         if missing:
             raise ValueError(f"config: key {missing[0]!r} is missing")
-        _check_types(known, values)
+        check_types(known, values)
         return cls(**values)
 
     @classmethod
@@ -326,36 +235,36 @@ class ModelConfig:
             "qk_rope_head_dim q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok index_n_heads "
             "index_head_dim index_topk sliding_window hc_mult max_position_embeddings"
         ).split():
-            _require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
-        _require(self.scoring_func == "sqrtsoftplus", "scoring_func", self.scoring_func, "'sqrtsoftplus'")
-        _require(self.topk_method == "noaux_tc", "topk_method", self.topk_method, "'noaux_tc'")
-        _require(self.hidden_act == "silu", "hidden_act", self.hidden_act, "'silu'")
-        _require(self.n_shared_experts == 1, "n_shared_experts", self.n_shared_experts, "1")
-        _require(not self.attention_bias, "attention_bias", self.attention_bias, "false")
-        _require(not self.tie_word_embeddings, "tie_word_embeddings", self.tie_word_embeddings, "false")
-        _require(
+            require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+        require(self.scoring_func == "sqrtsoftplus", "scoring_func", self.scoring_func, "'sqrtsoftplus'")
+        require(self.topk_method == "noaux_tc", "topk_method", self.topk_method, "'noaux_tc'")
+        require(self.hidden_act == "silu", "hidden_act", self.hidden_act, "'silu'")
+        require(self.n_shared_experts == 1, "n_shared_experts", self.n_shared_experts, "1")
+        require(not self.attention_bias, "attention_bias", self.attention_bias, "false")
+        require(not self.tie_word_embeddings, "tie_word_embeddings", self.tie_word_embeddings, "false")
+        require(
             self.num_experts_per_tok <= self.n_routed_experts,
             "num_experts_per_tok",
             self.num_experts_per_tok,
             f"at most n_routed_experts = {self.n_routed_experts}",
         )
-        _require(
+        require(
             self.num_attention_heads % self.o_groups == 0,
             "o_groups",
             self.o_groups,
             f"a divisor of num_attention_heads = {self.num_attention_heads}",
         )
-        _require(self.head_dim % 32 == 0, "head_dim", self.head_dim, "a multiple of 32")
-        _require(self.index_head_dim % 32 == 0, "index_head_dim", self.index_head_dim, "a multiple of 32")
-        _require(
+        require(self.head_dim % 32 == 0, "head_dim", self.head_dim, "a multiple of 32")
+        require(self.index_head_dim % 32 == 0, "index_head_dim", self.index_head_dim, "a multiple of 32")
+        require(
             self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim <= min(self.head_dim, self.index_head_dim),
             "qk_rope_head_dim",
             self.qk_rope_head_dim,
             "even and at most head_dim and index_head_dim",
         )
         for name in ("hidden_size", "q_lora_rank", "moe_intermediate_size"):
-            _require(getattr(self, name) % 32 == 0, name, getattr(self, name), "a multiple of 32 (FP8 block)")
-        _require(
+            require(getattr(self, name) % 32 == 0, name, getattr(self, name), "a multiple of 32 (FP8 block)")
+        require(
             self.o_groups * self.o_lora_rank % 32 == 0,
             "o_lora_rank",
             self.o_lora_rank,
@@ -368,26 +277,26 @@ class ModelConfig:
 
     def _check_sharing(self) -> None:
         expected = self.num_hidden_layers + self.num_nextn_predict_layers
-        _require(
+        require(
             len(self.compress_ratios) == expected,
             "compress_ratios",
             f"{len(self.compress_ratios)} entries",
             f"{expected} entries (num_hidden_layers + num_nextn_predict_layers)",
         )
         for layer_id, ratio in enumerate(self.compress_ratios):
-            _require(ratio in (0, 1, 2), f"compress_ratios[{layer_id}]", ratio, "0, 1 or 2")
+            require(ratio in (0, 1, 2), f"compress_ratios[{layer_id}]", ratio, "0, 1 or 2")
             if layer_id >= self.num_hidden_layers:
-                _require(ratio == 0, f"compress_ratios[{layer_id}]", ratio, "0 (draft layer)")
+                require(ratio == 0, f"compress_ratios[{layer_id}]", ratio, "0 (draft layer)")
         for name in ("kv_source_layer_ids", "index_source_layer_ids"):
             ids = getattr(self, name)
-            _require(list(ids) == sorted(set(ids)), name, list(ids), "strictly increasing layer ids")
+            require(list(ids) == sorted(set(ids)), name, list(ids), "strictly increasing layer ids")
             for layer_id in ids:
-                _require(0 <= layer_id < self.num_hidden_layers, name, layer_id, f"0..{self.num_hidden_layers - 1}")
-                _require(
+                require(0 <= layer_id < self.num_hidden_layers, name, layer_id, f"0..{self.num_hidden_layers - 1}")
+                require(
                     self.compress_ratios[layer_id] > 0, name, layer_id, "layers whose compress_ratios entry is above 0"
                 )
         for layer_id in self.kv_source_layer_ids:
-            _require(
+            require(
                 layer_id in self.index_source_layer_ids,
                 "kv_source_layer_ids",
                 layer_id,
@@ -395,14 +304,14 @@ class ModelConfig:
             )
         source = self.candidate_source_layer_id
         if source >= 0:
-            _require(
+            require(
                 source in self.index_source_layer_ids,
                 "candidate_source_layer_id",
                 source,
                 f"negative, or one of index_source_layer_ids {list(self.index_source_layer_ids)}",
             )
             # Decoder depth is stated by no key: the three places that imply it must agree.
-            _require(
+            require(
                 source == self.num_encoder_layers,
                 "candidate_source_layer_id",
                 source,
@@ -410,7 +319,7 @@ class ModelConfig:
             )
 
     def _check_engram(self) -> None:
-        _require(
+        require(
             len(self.engram_num_embeddings) == len(self.engram_layer_ids),
             "engram_num_embeddings",
             list(self.engram_num_embeddings),
@@ -418,8 +327,8 @@ class ModelConfig:
         )
         if not self.engram_layer_ids:
             return
-        _require(self.engram_head_dim % 32 == 0, "engram_head_dim", self.engram_head_dim, "a multiple of 32")
-        _require(
+        require(self.engram_head_dim % 32 == 0, "engram_head_dim", self.engram_head_dim, "a multiple of 32")
+        require(
             self.engram_compressed_vocab_size > 0,
             "engram_compressed_vocab_size",
             self.engram_compressed_vocab_size,
@@ -428,7 +337,7 @@ class ModelConfig:
         for layer_id, rows, primes in zip(
             self.engram_layer_ids, self.engram_num_embeddings, self.engram_primes, strict=True
         ):
-            _require(
+            require(
                 sum(primes) == rows,
                 f"engram_num_embeddings (layer {layer_id})",
                 rows,
@@ -439,13 +348,13 @@ class ModelConfig:
         if not self.num_nextn_predict_layers:
             return
         for layer_id in self.dspark_target_layer_ids:
-            _require(
+            require(
                 0 <= layer_id < self.num_hidden_layers,
                 "dspark_target_layer_ids",
                 layer_id,
                 f"0..{self.num_hidden_layers - 1}",
             )
-        _require(
+        require(
             0 <= self.dspark_noise_token_id < self.vocab_size,
             "dspark_noise_token_id",
             self.dspark_noise_token_id,
@@ -476,46 +385,3 @@ def _next_prime(n: int) -> int:
     while n < 2 or any(n % d == 0 for d in range(2, int(n**0.5) + 1)):
         n += 1
     return n
-
-
-def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
-    if not condition:
-        raise ValueError(f"config: {name} is {value!r}, allowed: {allowed}")
-
-
-def _text_and_vision(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    known_vision = {f.name for f in fields(VisionConfig)}
-    if "text_config" in raw:
-        vision = raw.get("vision_config")
-        return raw["text_config"], {k: v for k, v in vision.items() if k in known_vision} if vision else None
-    flat = {FLAT_VISION_SPELLING[k]: v for k, v in raw.items() if k in FLAT_VISION_SPELLING}
-    return raw, flat or None
-
-
-def _rope_scaling(text: dict[str, Any]) -> RopeScaling:
-    raw = text.get("rope_scaling")
-    if raw is None and "rope_factor" in text:
-        raw = {
-            "factor": text["rope_factor"],
-            "beta_fast": text.get("beta_fast", 32),
-            "beta_slow": text.get("beta_slow", 1),
-            "original_max_position_embeddings": text.get("original_seq_len", 65536),
-        }
-    if raw is None:
-        return RopeScaling()
-    kind = raw.get("rope_type", raw.get("type", "yarn"))
-    _require(kind == "yarn", "rope_scaling.rope_type", kind, "'yarn'")
-    known = {f.name for f in fields(RopeScaling)}
-    return RopeScaling(**{k: v for k, v in raw.items() if k in known})
-
-
-def _check_types(known: dict[str, Any], values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        kind = known[name].type
-        if kind == "int":
-            _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
-        elif kind == "float":
-            _require(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
-        elif kind.startswith("tuple"):
-            ok = isinstance(value, tuple) and all(isinstance(v, int) for v in value)
-            _require(ok, name, value, "a list of integers")

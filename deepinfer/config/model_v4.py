@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepinfer.config.model import RopeScaling
+from deepinfer.config.parts import RopeScaling, require
+from deepinfer.config.spelling import check_types
 
 
 class AttentionKind(Enum):
@@ -112,7 +113,7 @@ class ModelConfigV4:
             required = f.default is MISSING and f.default_factory is MISSING and f.name not in derived
             if required and f.name not in values:
                 raise ValueError(f"config: key {f.name!r} is missing")
-        _check_types(known, values)
+        check_types(known, values)
         num_layers = values["num_hidden_layers"]
         rates = raw.get("compress_rates") or {}
         values["sparse_ratio"] = rates.get(AttentionKind.SPARSE.value, 4)
@@ -164,7 +165,7 @@ class ModelConfigV4:
             "index_head_dim index_topk sliding_window hc_mult hc_sinkhorn_iters max_position_embeddings sparse_ratio "
             "heavy_ratio"
         ).split():
-            _require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
+            require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
         for name, allowed in (
             ("scoring_func", "sqrtsoftplus"),
             ("topk_method", "noaux_tc"),
@@ -175,17 +176,17 @@ class ModelConfigV4:
             ("mlp_bias", False),
             ("tie_word_embeddings", False),
         ):
-            _require(getattr(self, name) == allowed, name, getattr(self, name), repr(allowed))
+            require(getattr(self, name) == allowed, name, getattr(self, name), repr(allowed))
         for name, total in (("num_experts_per_tok", "n_routed_experts"), ("qk_rope_head_dim", "head_dim")):
             limit = getattr(self, total)
-            _require(getattr(self, name) <= limit, name, getattr(self, name), f"at most {total} = {limit}")
-        _require(
+            require(getattr(self, name) <= limit, name, getattr(self, name), f"at most {total} = {limit}")
+        require(
             self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim <= self.index_head_dim,
             "qk_rope_head_dim",
             self.qk_rope_head_dim,
             f"even and at most index_head_dim = {self.index_head_dim}",
         )
-        _require(
+        require(
             self.num_attention_heads % self.o_groups == 0,
             "o_groups",
             self.o_groups,
@@ -193,21 +194,7 @@ class ModelConfigV4:
         )
         for name in ("attention_kinds", "hash_layers"):
             length = len(getattr(self, name))
-            _require(length == self.num_hidden_layers, name, f"{length} entries", f"{self.num_hidden_layers} entries")
-
-
-def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
-    if not condition:
-        raise ValueError(f"config: {name} is {value!r}, allowed: {allowed}")
-
-
-def _check_types(known: dict[str, Any], values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        kind = known[name].type
-        if kind == "int":
-            _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
-        elif kind == "float":
-            _require(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
+            require(length == self.num_hidden_layers, name, f"{length} entries", f"{self.num_hidden_layers} entries")
 
 
 def _attention_kinds(raw: dict[str, Any], num_layers: int) -> tuple[AttentionKind, ...]:
@@ -216,10 +203,10 @@ def _attention_kinds(raw: dict[str, Any], num_layers: int) -> tuple[AttentionKin
     entries = raw.get(name)
     if entries is None:
         raise ValueError("config: key 'compress_ratios' is missing")
-    _require(isinstance(entries, list) and len(entries) >= num_layers, name, entries, f"a list of {num_layers} entries")
+    require(isinstance(entries, list) and len(entries) >= num_layers, name, entries, f"a list of {num_layers} entries")
     kinds = RATIO_KINDS if name == "compress_ratios" else {kind.value: kind for kind in AttentionKind}
     for layer_id, entry in enumerate(entries[:num_layers]):
-        _require(entry in kinds, f"{name}[{layer_id}]", entry, ", ".join(map(str, kinds)))
+        require(entry in kinds, f"{name}[{layer_id}]", entry, ", ".join(map(str, kinds)))
     return tuple(kinds[entry] for entry in entries[:num_layers])
 
 
@@ -230,23 +217,23 @@ def _hash_layers(raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
         count = raw.get("num_hash_layers")
         if count is None:
             raise ValueError("config: key 'num_hash_layers' is missing")
-        _require(isinstance(count, int) and count >= 0, "num_hash_layers", count, "a non-negative integer")
+        require(isinstance(count, int) and count >= 0, "num_hash_layers", count, "a non-negative integer")
         return tuple(layer_id < count for layer_id in range(num_layers))
-    _require(
+    require(
         isinstance(kinds, list) and len(kinds) >= num_layers,
         "mlp_layer_types",
         kinds,
         f"a list of {num_layers} entries",
     )
     for layer_id, entry in enumerate(kinds[:num_layers]):
-        _require(entry in ("hash_moe", "moe"), f"mlp_layer_types[{layer_id}]", entry, "'hash_moe' or 'moe'")
+        require(entry in ("hash_moe", "moe"), f"mlp_layer_types[{layer_id}]", entry, "'hash_moe' or 'moe'")
     return tuple(entry == "hash_moe" for entry in kinds[:num_layers])
 
 
 def _eos_token_ids(raw: dict[str, Any]) -> tuple[int, ...]:
     value = raw.get("eos_token_id", 1)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    _require(all(type(i) is int for i in ids), "eos_token_id", value, "a token id or a list of them")
+    require(all(type(i) is int for i in ids), "eos_token_id", value, "a token id or a list of them")
     return tuple(ids)
 
 
@@ -260,8 +247,8 @@ def _rope_scaling(raw: dict[str, Any]) -> RopeScaling:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return RopeScaling(factor=1.0)
-    _require(kind == "yarn", f"{name}.rope_type", kind, "'yarn' or 'default'")
+    require(kind == "yarn", f"{name}.rope_type", kind, "'yarn' or 'default'")
     factor = scaling.get("attention_factor", 1.0)
-    _require(factor in (None, 1.0), f"{name}.attention_factor", factor, "1.0")
+    require(factor in (None, 1.0), f"{name}.attention_factor", factor, "1.0")
     known = {f.name for f in fields(RopeScaling)}
     return RopeScaling(**{key: value for key, value in scaling.items() if key in known})

@@ -13,7 +13,8 @@ from typing import Literal
 
 import torch
 
-from deepinfer.config.model import LayerMode, ModelConfig, VisionConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.config.parts import LayerMode, VisionConfig
 
 Weights = dict[str, torch.Tensor]
 Storage = Literal["bf16", "f32", "fp8", "fp4", "fp8_rows", "e8m0"]

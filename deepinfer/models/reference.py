@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.config.model import LayerPlan, ModelConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.config.parts import LayerPlan
 from deepinfer.kernels.reference.quant import fp8_round_trip, mxfp4_round_trip, nvfp4_round_trip
 from deepinfer.models.layers.engram_map import engram_multipliers
 from deepinfer.models.layers.rope import apply_rope, rope_frequencies, rope_table

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.config.model import LayerPlan, ModelConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.config.parts import LayerPlan
 from deepinfer.models.layers.rope import apply_rope, rope_frequencies, rope_table
-from deepinfer.models.reference import Weights, engram_hash_ids, routed_experts
 from deepinfer.models.reference import Numerics as ReferenceNumerics
+from deepinfer.models.reference import Weights, engram_hash_ids, routed_experts
 from deepinfer.train import fast_ops
 from deepinfer.train.fast_quant import fp8_rows, mxfp4_rows, nvfp4_rows, straight_through
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.config.model import LayerMode, ModelConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.config.parts import LayerMode
 from tests.configs import TINY_VISION, tiny_config, tiny_token_map
 
 FLASH_FILE = Path(__file__).parents[2] / "deepinfer" / "config" / "deepseek_v41_flash.json"

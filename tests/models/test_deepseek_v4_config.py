@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deepinfer.config.model import RopeScaling
 from deepinfer.config.model_v4 import AttentionKind, ModelConfigV4
+from deepinfer.config.parts import RopeScaling
 from deepinfer.models.deepseek_v4_weights import collect_weights, load_weights, parameter_shapes, place_of
 from deepinfer.models.registry import load_model
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepinfer.config.model import LayerPlan, ModelConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.config.parts import LayerPlan
 from deepinfer.kernels import ops
 from deepinfer.kernels.ops import RowFormat
 from deepinfer.models.caches import Caches

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.config.model import LayerPlan, ModelConfig
+from deepinfer.config.model import ModelConfig
+from deepinfer.config.parts import LayerPlan
 from deepinfer.kernels import ops
 from deepinfer.kernels.ops import RowFormat
 from deepinfer.models.caches import Caches

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deepinfer.config.model import RopeScaling
+from deepinfer.config.parts import RopeScaling
 
 
 class RopeConfig(Protocol):
