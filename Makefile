@@ -41,7 +41,7 @@ lint: install-dev
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-slow: install-dev
 	$(BIN)/python -m pytest -m "slow and not gpu"
