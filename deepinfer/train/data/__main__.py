@@ -75,7 +75,7 @@ def write_packed(folder: Path, documents: Sequence[docs.Document]) -> dict[str, 
             "bytes_per_token": sum(d.size for d in mine) / (tokens[False] + tokens[True]),
             "target_share": float(sum(d.targets.sum() for d in mine) / (tokens[False] + tokens[True])),
         }  # fmt: skip
-    np.savez_compressed(folder / "heldout.npz", **held_out)
+    np.savez_compressed(folder / "heldout.npz", allow_pickle=False, **held_out)
     return {"rows": len(rows), "tokens": int(rows.size), "target_share": float(targets.mean()), "sources": report}
 
 

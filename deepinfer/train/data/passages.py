@@ -156,7 +156,8 @@ def passage_qa(r: random.Random, held_out: bool = False) -> Dialogue:
         answer = fact.answer.format(**fill)
         reasoning = f"The passage says: {sentence}"
     user = r.choice(FORMATS).format(p=passage, q=question)
-    system, before = "", ()
+    system = ""
+    before: tuple[Message, ...] = ()
     if r.random() < 0.12:
         system, user = f"Answer from this text only.\n\n{passage}", question
     elif r.random() < 0.25 and len(told) > 2:  # a first question about the same passage

@@ -71,7 +71,7 @@ def invented_tool(r: random.Random) -> ToolSpec:
     name = r.choice([f"{verb}_{noun}", f"{verb}_{noun}", f"{noun}_{verb}", f"{noun}-{verb}", f"{verb}{noun.title()}"])
     slots = r.sample(["object", "number", "colour", "name", "invented", "day", "town", "code", "time", "decimal"], r.randint(1, 3))
     kinds = {"number": "i", "decimal": "n"}
-    parameters = []
+    parameters: list[Parameter] = []
     for slot in slots:
         key = r.choice([slot, invented_word(r), r.choice(NOUNS) + "_" + r.choice(["id", "name", "kind", "value"])])
         if key not in [p.name for p in parameters]:
