@@ -9,6 +9,7 @@ import sys
 
 import typer
 
+from deepinfer import envs
 from deepinfer.commands import bench, chat, doctor, generate, plan, serve
 from deepinfer.commands.options import examples
 
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` closed the pipe: no noise at exit
         sys.exit(1)
     except Exception as error:  # noqa: BLE001  a traceback is never shown to a user
-        if os.environ.get("DEEPINFER_DEBUG") == "1":
+        if envs.get("DEEPINFER_DEBUG"):
             raise
         bad_input = isinstance(error, ValueError | OSError) or hasattr(error, "format_message")
         if type(error).__name__ == "Abort":

@@ -15,6 +15,7 @@ def _bool(text: str) -> bool:
 # name -> (parser, default, meaning)
 VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "DEEPINFER_DEBUG": (_bool, False, "show the traceback of an error on the command line"),
+    "DEEPINFER_API_KEY": (str, None, "key that clients of `deepinfer serve` must send, like --api-key"),
     "DEEPINFER_CHECK_INTEGRITY": (_bool, False, "check queues, blocks and slots after every step (slow)"),
 }
 

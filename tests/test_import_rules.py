@@ -29,7 +29,7 @@ ALLOWED = {
     "server": HOST | {"recipe", "llm"},
     "bench": HOST | {"recipe", "llm", "train", "server"},
     "commands": HOST | {"recipe", "llm", "train", "server", "bench"},
-    "cli": {"commands"},
+    "cli": {"commands", "envs"},
 }
 FORBIDDEN_LIBRARIES = {"recipe": {"torch", "transformers", "fastapi"}, "engine": {"fastapi", "tokenizers"}}
 

@@ -79,7 +79,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(EngineStoppedError)
     async def engine_stopped(request: Request, error: EngineStoppedError) -> JSONResponse:
-        return JSONResponse(error_body(str(error), 503), 503)
+        return JSONResponse(error_body("the engine is not running", 503), 503)
 
     @app.exception_handler(ClientDisconnect)
     async def client_gone(request: Request, error: ClientDisconnect) -> Response:

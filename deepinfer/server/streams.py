@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -12,9 +13,10 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from deepinfer.errors import EngineStoppedError
 from deepinfer.server.errors import ApiError, error_body
-from deepinfer.server.text_engine import Delta, EngineError, Piece
+from deepinfer.server.text_engine import Delta, Piece
+
+logger = logging.getLogger("deepinfer.server")
 
 
 async def merge(
@@ -84,8 +86,9 @@ def event_stream(events: AsyncGenerator[dict[str, Any], None]) -> StreamingRespo
                 return
             except ApiError as error:
                 yield f"data: {json.dumps(error.body())}\n\n"
-            except (EngineError, EngineStoppedError) as error:
-                yield f"data: {json.dumps(error_body(str(error), 500))}\n\n"
+            except Exception:  # the status has been sent already: the client learns of it in the stream
+                logger.exception("a stream broke off")
+                yield f"data: {json.dumps(error_body('internal server error', 500))}\n\n"
             yield "data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
