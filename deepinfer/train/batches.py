@@ -1,8 +1,10 @@
-"""Packed rows of tokens: uint16 [rows, length + 1] files, kept on the device and visited in a seeded order."""
+"""Packed rows on the device: token ids and which of them are training targets, visited in a seeded order."""
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,39 +12,70 @@ import torch
 from torch import Tensor
 
 
-def load_rows(path: Path, length: int) -> Tensor:
-    """One packed file -> int16-stored uint16 rows [rows, length + 1] (use `tokens_of` to read them).
+@dataclass(frozen=True)
+class Rows:
+    """`ids` int16 [rows, L] (uint16 token ids, same bits), `targets` uint8 [rows, ceil(L / 8)] (bits, first one highest)."""
+
+    ids: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def to(self, device: str) -> Rows:
+        return Rows(self.ids.to(device), self.targets.to(device))
+
+    def take(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs and targets int64 [B, L - 1], and float32 weights [B, L - 1]: 1 where the target counts."""
+        ids = self.ids[index].to(torch.int64) & 0xFFFF
+        shift = 7 - torch.arange(8, device=ids.device, dtype=torch.uint8)
+        bits = ((self.targets[index].unsqueeze(-1) >> shift) & 1).flatten(1)[:, 1 : ids.shape[1]]
+        return ids[:, :-1], ids[:, 1:], bits.float()
+
+
+def _read(path: Path) -> np.ndarray:
+    if path.suffix != ".xz":
+        return np.load(path)
+    with lzma.open(path) as file:
+        return np.load(file)
+
+
+def load_rows(folders: list[Path]) -> Rows:
+    """All train-N.npy[.xz] of the folders with their targets-N.npy[.xz].
 
     Raises:
-        ValueError: the file is not a whole number of rows.
+        ValueError: there are none, or the two disagree.
     """
-    flat = np.load(path) if path.suffix == ".npy" else np.fromfile(path, dtype=np.uint16)
-    if flat.size % (length + 1):
-        raise ValueError(f"{path}: {flat.size} tokens, allowed: a multiple of {length + 1}")
-    return torch.from_numpy(flat.reshape(-1, length + 1).astype(np.uint16).view(np.int16))
-
-
-def tokens_of(rows: Tensor) -> Tensor:
-    """int16-stored rows -> int64 token ids."""
-    return rows.to(torch.int64) & 0xFFFF
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("train-*.npy*")):
+            found.setdefault(path.name.removesuffix(".xz"), path)
+    if not found:
+        raise ValueError(f"data: no train-N.npy in {', '.join(map(str, folders))}")
+    ids, targets = [], []
+    for path in found.values():
+        ids.append(_read(path))
+        targets.append(_read(path.with_name(path.name.replace("train", "targets", 1))))
+        if targets[-1].shape != (ids[-1].shape[0], -(-ids[-1].shape[1] // 8)):
+            raise ValueError(f"{path}: targets have shape {targets[-1].shape}, tokens {ids[-1].shape}")
+    return Rows(torch.from_numpy(np.concatenate(ids).view(np.int16)), torch.from_numpy(np.concatenate(targets)))
 
 
 class Batches:
     """Endless batches over all rows: every epoch is a new permutation, drawn from the seed and the epoch number."""
 
-    def __init__(self, rows: Tensor, batch: int, seed: int) -> None:
-        if rows.shape[0] < batch:
-            raise ValueError(f"batch: {batch}, allowed: at most the number of rows, {rows.shape[0]}")
+    def __init__(self, rows: Rows, batch: int, seed: int) -> None:
+        if len(rows) < batch:
+            raise ValueError(f"batch: {batch}, allowed: at most the number of rows, {len(rows)}")
         self.rows, self.batch, self.seed = rows, batch, seed
-        self.per_epoch = rows.shape[0] // batch
+        self.per_epoch = len(rows) // batch
 
-    def from_step(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(inputs, targets) int64 [batch, length] of step, step + 1, ..."""
+    def from_step(self, step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(inputs, targets, weights) [batch, L - 1] of step, step + 1, ..."""
         while True:
             epoch, start = divmod(step, self.per_epoch)
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            order = torch.randperm(self.rows.shape[0], generator=generator).to(self.rows.device)
+            order = torch.randperm(len(self.rows), generator=generator).to(self.rows.ids.device)
             for i in range(start, self.per_epoch):
-                tokens = tokens_of(self.rows[order[i * self.batch : (i + 1) * self.batch]])
-                yield tokens[:, :-1], tokens[:, 1:]
+                yield self.rows.take(order[i * self.batch : (i + 1) * self.batch])
                 step += 1

@@ -182,7 +182,7 @@ class FastModel:
         """
         config, info, shared = self.config, StepInfo(), _Shared()
         rows = torch.randint(self.length, (self.index_rows,), device=tokens.device) if train else None
-        h = F.embedding(tokens, w["embed.weight"]).unsqueeze(2).expand(-1, -1, config.hc_mult, -1).contiguous()
+        h = fast_ops.lookup(w["embed.weight"], tokens).unsqueeze(2).expand(-1, -1, config.hc_mult, -1).contiguous()
         first = F.one_hot(torch.zeros_like(tokens), config.hc_mult).float().to(w["layers.0.hc_attn_fn"].dtype)
         p_prev = first.requires_grad_(train)
         compressed = self.token_map[tokens]
@@ -190,7 +190,7 @@ class FastModel:
             name = f"layers.{plan.layer_id}"
             if plan.has_engram:
                 ids = engram_hash_ids(compressed, self.pad, plan.layer_id, config)
-                rows_found = F.embedding(ids, w[f"{name}.engram.embed.weight"]).flatten(-2)
+                rows_found = fast_ops.lookup(w[f"{name}.engram.embed.weight"], ids).flatten(-2)
                 kv = F.linear(rows_found, w[f"{name}.engram.wkv.weight"])
                 h = self._engram_gate(h, kv, w[f"{name}.engram.q_weight"], w[f"{name}.engram.k_weight"])
             attend = partial(self._attention, w=w, plan=plan, shared=shared, info=info, dense=dense, rows=rows)

@@ -42,6 +42,27 @@ def top_k_mask(scores: Tensor, k: int) -> Tensor:
     return reference.top_k_mask(scores, k)
 
 
+class _Lookup(torch.autograd.Function):
+    """Embedding whose gradient is summed in FP32 by atomics: no sort, no host synchronisation."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.dtype = table.shape, table.dtype
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        total = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
+        total.index_add_(0, ctx.saved_tensors[0].flatten(), grad.reshape(-1, ctx.shape[1]).float())
+        return total.to(ctx.dtype), None
+
+
+def lookup(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows of table [V, D] at ids int64 [...] -> [..., D]."""
+    return _Lookup.apply(table, ids)
+
+
 class _MixProjection(torch.autograd.Function):
     """z @ fn.T with z BF16 and fn FP32 split into two BF16 terms, summed in FP32; BF16 products in the backward pass."""
 

@@ -61,9 +61,9 @@ class Optimizer:
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=on_gpu)
 
     @torch.no_grad()
-    def step(self, factor: float) -> Tensor:
-        """Move the masters by the leaves' gradients; returns the gradient norm before clipping."""
-        rates, gradients = self.rates, self.parameters.gradients()
+    def step(self, gradients: dict[str, Tensor], factor: float) -> Tensor:
+        """Move the masters by `gradients` (by kind); returns the gradient norm before clipping."""
+        rates = self.rates
         norm = torch.stack(torch._foreach_norm([g.float() for g in gradients.values()])).norm()
         shrink = (rates.clip / (norm + 1e-6)).clamp(max=1.0)
         for name, gradient in gradients.items():

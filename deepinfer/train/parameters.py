@@ -124,14 +124,13 @@ class Parameters:
 
     def __init__(
         self,
-        config: ModelConfig,
+        kinds: list[Kind],
         masters: dict[str, Tensor],
         device: str,
         dtype: torch.dtype,
         compiled: bool = False,
     ) -> None:
-        self.config, self.dtype = config, dtype
-        self.kinds = parameter_kinds(config)
+        self.kinds, self.dtype = kinds, dtype
         self.masters = {name: tensor.to(device, torch.float32).contiguous() for name, tensor in masters.items()}
         self.leaves: dict[str, Tensor] = {}
         self._rounding = {

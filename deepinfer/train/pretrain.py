@@ -4,7 +4,7 @@
 
 The schedule follows the clock, so a run always ends with decayed weights: linear warm-up, a constant rate, a linear tail to
 zero. `--call-minutes` ends a call early with its state saved under `--state`; the next call with the same state goes on. `--init`
-starts from an exported checkpoint instead of from noise. DATA holds train*.bin (or .npy); see `deepinfer/train/data`.
+starts from an exported checkpoint instead of from noise. DATA holds train-N.npy and targets-N.npy; see `deepinfer/train/data`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.models.reference import Weights
 from deepinfer.train.batches import Batches, load_rows
+from deepinfer.train.evaluate import held_out_scores, load_held_out
 from deepinfer.train.export import export, starting_masters, token_map_of
 from deepinfer.train.fast_model import FastModel
+from deepinfer.train.graphs import GraphedStep, Throttle
 from deepinfer.train.optimizer import Optimizer, Rates
-from deepinfer.train.parameters import Parameters
+from deepinfer.train.parameters import Parameters, parameter_kinds
 
 LOG_EVERY = 20
 SLOWEST_COUNTED_STEP = 2.0  # seconds; a step that compiles is longer and counts as this
@@ -75,28 +79,44 @@ def load_state(path: Path, parameters: Parameters, optimizer: Optimizer) -> Run:
     return Run(**state["run"])
 
 
-def step_loss(
-    model: FastModel, parameters: Parameters, schedule: Schedule, inputs: Tensor, targets: Tensor, dense: bool
-) -> tuple[Tensor, dict[int, Tensor], dict[str, Tensor]]:
-    """Loss to differentiate, expert counts, and detached figures for the log."""
+@dataclass
+class StepResult:
+    """Tensors of one forward and backward pass."""
+
+    gradients: dict[str, Tensor]  # by kind
+    expert_counts: dict[int, Tensor]
+    figures: dict[str, Tensor]  # for the log
+
+
+def gradient_step(
+    model: FastModel,
+    parameters: Parameters,
+    schedule: Schedule,
+    inputs: Tensor,
+    targets: Tensor,
+    counted: Tensor,
+    dense: bool,
+) -> StepResult:
+    """Loss over the counted targets plus the auxiliary losses, differentiated. All tensors [B, T]."""
     weights = parameters.compute_weights()
     y, info = model.hidden(weights, inputs, dense=dense)
     ce, z = model.losses(weights, y, targets)
+    share = counted / counted.sum()
     index = torch.stack(info.index_losses).sum()
-    loss = ce.mean() + schedule.z_loss * z.mean() + schedule.index_loss * index
+    loss = ((ce + schedule.z_loss * z) * share).sum() + schedule.index_loss * index
     loss = loss + schedule.balance_loss * torch.stack(info.balance_losses).mean()
+    loss.backward()
     load = torch.stack(list(info.expert_counts.values())).float()
     figures = {
-        "loss": ce.detach().mean(),
+        "loss": (ce.detach() * share).sum(),
         "index_loss": index.detach() / len(info.index_losses),
         "busiest_expert": (load.amax(-1) / load.mean(-1)).max(),
     }
-    return loss, info.expert_counts, figures
+    return StepResult(parameters.gradients(), info.expert_counts, figures)
 
 
 def train(
-    model: FastModel,
-    parameters: Parameters,
+    compute: Callable[..., StepResult],
     optimizer: Optimizer,
     batches: Batches,
     run: Run,
@@ -105,32 +125,39 @@ def train(
     progress_of: Callable[[Run], float],
     stop: Callable[[Run], bool],
     save: Callable[[Run], None] = lambda run: None,
-    save_seconds: float = 120.0,
+    save_seconds: float = 200.0,
+    use_graphs: bool = True,
 ) -> None:
-    """Steps until `progress_of(run)` reaches 1 or `stop(run)` says so; `run` is updated in place."""
+    """Steps until `progress_of(run)` reaches 1 or `stop(run)` says so; `run` is updated in place.
+
+    `compute(inputs, targets, counted, dense)` gives the gradients of a batch.
+    """
+    graphed = GraphedStep(compute) if use_graphs else compute
+    throttle = Throttle()
     last = saved = time.perf_counter()
-    for inputs, targets in batches.from_step(run.step):
+    for inputs, targets, counted in batches.from_step(run.step):
         progress = progress_of(run)
         if progress >= 1.0 or stop(run):
             break
         factor = schedule.factor(progress)
         dense = progress < schedule.dense
-        loss, counts, figures = step_loss(model, parameters, schedule, inputs, targets, dense)
-        loss.backward()
-        norm = optimizer.step(factor)
-        optimizer.balance(counts, min(1.0, 2 * factor))
+        result: StepResult = graphed(inputs, targets, counted, dense)
+        norm = optimizer.step(result.gradients, factor)
+        if result.expert_counts:
+            optimizer.balance(result.expert_counts, min(1.0, 2 * factor))
+        throttle.step(inputs.is_cuda)
         run.step += 1
         run.tokens += inputs.numel()
-        if run.step % LOG_EVERY == 0 or run.step <= 5:
-            values = {name: float(value) for name, value in {**figures, "gradient_norm": norm}.items()}
+        if run.step % LOG_EVERY == 0 or run.step <= 3:
+            values = {name: float(value) for name, value in {**result.figures, "gradient_norm": norm}.items()}
             run.log.append(
                 {"step": run.step, "tokens": run.tokens, "seconds": round(run.seconds, 2), "factor": factor, **values}
             )
+            if run.step % (5 * LOG_EVERY) == 0 or run.step <= 3:
+                shown = {name: round(value, 4) for name, value in run.log[-1].items()}
+                print(json.dumps({**shown, "dense": dense, "progress": round(progress, 4)}), flush=True)
         now = time.perf_counter()
         run.seconds += min(now - last, SLOWEST_COUNTED_STEP)
-        if run.step % (5 * LOG_EVERY) == 0 or run.step <= 5:
-            shown = {name: round(value, 4) for name, value in run.log[-1].items()}
-            print(json.dumps({**shown, "dense": dense, "progress": round(progress, 4)}), flush=True)
         last = now
         if now - saved > save_seconds:
             save(run)
@@ -148,14 +175,19 @@ def build(
         torch._dynamo.config.recompile_limit = 64
     model = FastModel(config, token_map, length, device, compiled=on_gpu)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    parameters = Parameters(config, masters, device, dtype, compiled=on_gpu)
+    parameters = Parameters(parameter_kinds(config), masters, device, dtype, compiled=on_gpu)
     return model, parameters, Optimizer(parameters, rates)
+
+
+def _losses(model: FastModel, weights: Weights, inputs: Tensor, targets: Tensor) -> Tensor:
+    y, _ = model.hidden(weights, inputs)
+    return model.losses(weights, y, targets)[0]
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="folder with config.json and tokenizer.json")
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders with train*.bin or train*.npy")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders with train-N.npy and targets-N.npy")
     parser.add_argument("--out", type=Path, required=True, help="where the exported checkpoint and the log go")
     parser.add_argument("--state", type=Path, default=Path("/tmp/deepinfer-pretrain.pt"), help="resume file")
     parser.add_argument("--init", type=Path, help="start from this exported checkpoint")
@@ -165,6 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--eager", action="store_true", help="launch kernels one by one instead of replaying a graph")
     options = parser.parse_args(arguments)
 
     started = time.perf_counter()
@@ -174,20 +207,18 @@ def main(arguments: list[str] | None = None) -> None:
     model, parameters, optimizer = build(
         config, token_map_of(options.config, config), masters, options.length, options.device, rates
     )
-    files = sorted(path for folder in options.data for path in folder.glob("train*") if path.suffix in (".bin", ".npy"))
-    rows = torch.cat([load_rows(path, options.length) for path in files]).to(options.device)
+    rows = load_rows(options.data).to(options.device)
     batches = Batches(rows, options.batch, options.seed)
     run = Run(seed=options.seed)
     if options.state.exists():
         run = load_state(options.state, parameters, optimizer)
-    print(f"rows {rows.shape[0]}, step {run.step}, {run.seconds:.0f} s done", flush=True)
+    print(f"rows {len(rows)}, step {run.step}, {run.seconds:.0f} s done", flush=True)
 
     def stop(run: Run) -> bool:
         return options.call_minutes is not None and time.perf_counter() - started > 60 * options.call_minutes
 
     train(
-        model,
-        parameters,
+        partial(gradient_step, model, parameters, schedule),
         optimizer,
         batches,
         run,
@@ -195,13 +226,14 @@ def main(arguments: list[str] | None = None) -> None:
         progress_of=lambda run: run.seconds / (60 * options.minutes),
         stop=stop,
         save=lambda run: save_state(options.state, run, parameters, optimizer),
+        use_graphs=not options.eager,
     )
     record: dict[str, Any] = {
         "rates": asdict(rates),
         "schedule": asdict(schedule),
         "batch": options.batch,
         "length": options.length,
-        "rows": int(rows.shape[0]),
+        "rows": int(len(rows)),
         "epochs": run.step / batches.per_epoch,
         "minutes": options.minutes,
         "device": torch.cuda.get_device_name() if options.device != "cpu" else "cpu",
@@ -209,8 +241,16 @@ def main(arguments: list[str] | None = None) -> None:
         **asdict(run),
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "training.json").write_text(json.dumps(record) + "\n")
     export(options.out, config, parameters.masters, options.config)
+    if run.seconds >= 60 * options.minutes:
+        record["held_out"] = held_out_scores(
+            partial(_losses, model, parameters.compute_weights()),
+            load_held_out(options.data, options.length),
+            options.batch,
+            options.device,
+        )
+        print(json.dumps(record["held_out"]), flush=True)
+    (options.out / "training.json").write_text(json.dumps(record) + "\n")
     print(f"exported step {run.step}, {run.tokens} tokens, {time.perf_counter() - started:.0f} s in this call", flush=True)
 
 

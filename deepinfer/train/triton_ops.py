@@ -93,6 +93,7 @@ def _top_k_kernel(scores, out, width, k, BLOCK: tl.constexpr):
     col = tl.arange(0, BLOCK)
     x = tl.load(scores + row * width + col, mask=col < width, other=float("-inf"))
     alive = x > float("-inf")
+    x = tl.where(x == 0.0, 0.0, x)  # -0 and 0 are one value
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # orders like the floats
     # The k-th largest key, bit by bit from the sign down: keep a bit if at least k keys reach the candidate.

@@ -1,15 +1,17 @@
-"""Training on the CPU: the loss falls, a stopped run goes on where it was, an exported checkpoint is what was trained."""
+"""Training on the CPU: the loss falls, a stopped run goes on, an exported checkpoint is what was trained."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import lzma
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from deepinfer.models import reference
 from deepinfer.models.loader import load_weights
-from deepinfer.train.batches import Batches, load_rows, tokens_of
+from deepinfer.train.batches import Batches, Rows, load_rows
 from deepinfer.train.export import export
 from deepinfer.train.optimizer import Rates, orthogonalize
 from deepinfer.train.parameters import (
@@ -19,16 +21,20 @@ from deepinfer.train.parameters import (
     parameter_kinds,
     stored_values,
 )
-from deepinfer.train.pretrain import Run, Schedule, build, load_state, save_state, step_loss, train
+from deepinfer.train.pretrain import Run, Schedule, build, gradient_step, load_state, save_state, train
 from tests.configs import tiny_config, tiny_token_map
 
 LENGTH = 32
 
 
-def counting_rows(rows: int = 64) -> torch.Tensor:
+def all_targets(ids: torch.Tensor) -> Rows:
+    return Rows(ids.to(torch.int16), torch.full((ids.shape[0], -(-ids.shape[1] // 8)), 255, dtype=torch.uint8))
+
+
+def counting_rows(rows: int = 64) -> Rows:
     """Rows that a model can learn: each counts up from a random start, modulo 50."""
     start = torch.randint(0, 50, (rows, 1), generator=torch.Generator().manual_seed(1))
-    return ((start + torch.arange(LENGTH + 1)) % 50).to(torch.int16)
+    return all_targets((start + torch.arange(LENGTH + 1)) % 50)
 
 
 def start(seed: int = 0, batch: int = 8):
@@ -43,8 +49,7 @@ def run_steps(built, batches, run, steps, total=60):
     until = run.step + steps
     torch.manual_seed(run.step)
     train(
-        model,
-        parameters,
+        partial(gradient_step, model, parameters, Schedule()),
         optimizer,
         batches,
         run,
@@ -56,11 +61,10 @@ def run_steps(built, batches, run, steps, total=60):
 
 def test_loss_falls_in_dense_and_sparse_phases():
     _, (model, parameters, optimizer), batches = start()
-    inputs, targets = next(batches.from_step(0))
-    schedule = Schedule()
-    before = float(step_loss(model, parameters, schedule, inputs, targets, dense=False)[2]["loss"])
+    batch = next(batches.from_step(0))
+    before = float(gradient_step(model, parameters, Schedule(), *batch, dense=False).figures["loss"])
     run_steps((model, parameters, optimizer), batches, Run(), 24, total=24)
-    after = float(step_loss(model, parameters, schedule, inputs, targets, dense=False)[2]["loss"])
+    after = float(gradient_step(model, parameters, Schedule(), *batch, dense=False).figures["loss"])
     assert before > 5.5 and after < 0.7 * before
 
 
@@ -133,7 +137,7 @@ def test_schedule_warms_up_holds_and_decays_to_zero():
 
 
 def test_batches_visit_every_row_once_an_epoch_and_resume():
-    batches = Batches(torch.arange(40, dtype=torch.int16).view(10, 4), 2, seed=3)
+    batches = Batches(all_targets(torch.arange(40).view(10, 4)), 2, seed=3)
     stream = batches.from_step(0)
     seen = [next(stream)[0][:, 0].tolist() for _ in range(15)]
     for epoch in range(3):
@@ -143,11 +147,31 @@ def test_batches_visit_every_row_once_an_epoch_and_resume():
     assert [next(resumed)[0][:, 0].tolist() for _ in range(4)] == seen[7:11]
 
 
-def test_rows_keep_large_token_ids(tmp_path):
-    import numpy as np
+def test_rows_keep_large_ids_and_target_bits(tmp_path):
+    ids = np.array([[0, 1, 65535, 40000, 5, 6, 7, 8, 9]], dtype=np.uint16)
+    flags = np.array([[0, 0, 1, 1, 0, 1, 0, 0, 1]], dtype=bool)
+    np.save(tmp_path / "train-0.npy", ids)
+    np.save(tmp_path / "targets-0.npy", np.packbits(flags, axis=1))
+    with lzma.open(tmp_path / "train-1.npy.xz", "wb") as file:
+        np.save(file, ids + 1)
+    with lzma.open(tmp_path / "targets-1.npy.xz", "wb") as file:
+        np.save(file, np.packbits(~flags, axis=1))
+    rows = load_rows([tmp_path])
+    inputs, targets, counted = rows.take(torch.tensor([0, 1]))
+    assert inputs[0].tolist() == ids[0, :-1].tolist() and targets[0].tolist() == ids[0, 1:].tolist()
+    assert counted[0].tolist() == flags[0, 1:].tolist() and counted[1].tolist() == (~flags)[0, 1:].tolist()
+    with pytest.raises(ValueError, match="no train-N"):
+        load_rows([tmp_path / "absent"])
 
-    path: Path = tmp_path / "train.bin"
-    np.array([0, 1, 65535, 40000], dtype=np.uint16).tofile(path)
-    assert tokens_of(load_rows(path, 1)).tolist() == [[0, 1], [65535, 40000]]
-    with pytest.raises(ValueError, match="multiple of 3"):
-        load_rows(path, 2)
+
+def test_only_counted_targets_give_gradients():
+    _, (model, parameters, _), batches = start()
+    inputs, targets, counted = next(batches.from_step(0))
+    counted = counted.clone()
+    counted[:, LENGTH // 2 :] = 0
+    first = gradient_step(model, parameters, Schedule(), inputs, targets, counted, dense=False)
+    changed = targets.clone()
+    changed[:, LENGTH // 2 :] = 7
+    second = gradient_step(model, parameters, Schedule(), inputs, changed, counted, dense=False)
+    torch.testing.assert_close(first.gradients["head.weight"], second.gradients["head.weight"])
+    assert float(first.figures["loss"]) == float(second.figures["loss"])
