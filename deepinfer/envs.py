@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -12,11 +13,23 @@ def _bool(text: str) -> bool:
     return values[text.lower()]
 
 
+def _kernels(text: str) -> str:
+    if text not in ("auto", "reference"):
+        raise ValueError("must be auto or reference")
+    return text
+
+
 # name -> (parser, default, meaning)
 VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
-    "DEEPINFER_DEBUG": (_bool, False, "show the traceback of an error on the command line"),
-    "DEEPINFER_API_KEY": (str, None, "key that clients of `deepinfer serve` must send, like --api-key"),
+    "DEEPINFER_API_KEY": (str, None, "key that clients of the server must send"),
+    "DEEPINFER_CACHE_DIR": (
+        Path,
+        None,
+        "where compiled kernels are kept; default: deepinfer in the user's cache folder",
+    ),
     "DEEPINFER_CHECK_INTEGRITY": (_bool, False, "check queues, blocks and slots after every step (slow)"),
+    "DEEPINFER_DEBUG": (_bool, False, "show the traceback of an error on the command line"),
+    "DEEPINFER_KERNELS": (_kernels, "auto", "auto takes the fastest kernels there are, reference the PyTorch ones"),
 }
 
 

@@ -142,12 +142,15 @@ class _Text:
     """Text of one completion as its tokens come."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+        self._vocab_size = tokenizer.vocab_size
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(list(stop))
 
     def add(self, completion: CompletionOutput) -> bool:
         """Fill in the text of a delta; True if a stop string ends it here, before the engine ended it."""
-        if self._push(completion, self._detokenizer.push(completion.token_ids)):
+        # A model's vocabulary may be padded beyond the tokenizer's: such tokens have no text.
+        token_ids = [token_id for token_id in completion.token_ids if token_id < self._vocab_size]
+        if self._push(completion, self._detokenizer.push(token_ids)):
             return True
         if completion.finish_reason is not None and not self._push(completion, self._detokenizer.finish()):
             completion.text += self._stops.finish()

@@ -6,8 +6,10 @@ import pytest
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.engine import Engine
 from tests.checkpoints import write_tiny_checkpoint
 from tests.engine.test_engine_workloads import assert_idle, make_engine
+from tests.engine.toy_model import ToyRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -63,6 +65,13 @@ def test_stop_string_cuts_text_and_tokens(llm: LLM, length: int) -> None:
         assert stop in llm.tokenizer.decode(completion.token_ids)
         assert stop not in llm.tokenizer.decode(completion.token_ids[:-1])
     assert_idle(llm.engine)
+
+
+def test_tokens_beyond_the_tokenizer_have_no_text(llm: LLM) -> None:
+    engine = Engine(ToyRunner(40, 4, 64, vocab_size=1000), EngineConfig(block_size=4, num_blocks=40))
+    golden = [*llm.tokenizer.encode_text("Hello"), 999, *llm.tokenizer.encode_text(" there")]
+    output = LLM.from_engine(engine, llm.tokenizer).generate("Hi", SamplingParams(golden_token_ids=golden))[0]
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("Hello there", golden)
 
 
 def test_bad_input_names_the_prompt_and_runs_nothing(llm: LLM) -> None:

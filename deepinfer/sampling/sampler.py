@@ -75,26 +75,34 @@ def _draw(logits: Tensor, best: Tensor, width: int, sequences: Sequence[SampledS
         allowed_above = share * weights.sum(-1, keepdim=True, dtype=torch.float64)
     if any(p.min_p for p in params):
         weights.masked_fill_(weights < column([p.min_p for p in params]), 0.0)
-    choice = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-    pending = torch.arange(len(sequences), device=logits.device)
+    choice = _draw_in_nucleus(weights, allowed_above, sequences)
+    return choice if ids is None else ids.gather(1, choice[:, None])[:, 0]
+
+
+def _draw_in_nucleus(weights: Tensor, allowed_above: Tensor | None, sequences: Sequence[SampledSequence]) -> Tensor:
+    """Index [G] in proportion to weights [G, W], among those with less than allowed_above [G, 1] of weight above them.
+
+    Draws again where the first draw lies outside; a row's attempts use uniform numbers of their own.
+    """
+    choice = torch.empty(len(sequences), dtype=torch.int64, device=weights.device)
+    pending = torch.arange(len(sequences), device=weights.device)
     for attempt in count():
         rows = pending.tolist() if attempt else range(len(sequences))
         seeds = [sequences[row].seed for row in rows]
         counters = [sequences[row].num_output_tokens + (attempt << 40) for row in rows]
-        drawn = _inverse_cdf(weights, torch.from_numpy(uniforms(seeds, counters)).to(logits.device)[:, None])
+        drawn = _inverse_cdf(weights, torch.from_numpy(uniforms(seeds, counters)).to(weights.device)[:, None])
         choice[pending] = drawn
         if allowed_above is None:
             break
-        drawn_weight = weights.gather(1, drawn[:, None])
-        is_above = weights > drawn_weight
-        outside = ((weights * is_above).sum(-1, keepdim=True, dtype=torch.float64) >= allowed_above)[:, 0]
-        outside &= is_above.any(-1)
+        is_above = weights > weights.gather(1, drawn[:, None])
+        weight_above = (weights * is_above).sum(-1, keepdim=True, dtype=torch.float64)
+        outside = (weight_above >= allowed_above)[:, 0] & is_above.any(-1)
         if not bool(outside.any()):
             break
         # Whatever is less likely than a token outside the nucleus lies outside too.
         pending, allowed_above = pending[outside], allowed_above[outside]
         weights = weights[outside] * is_above[outside]
-    return choice if ids is None else ids.gather(1, choice[:, None])[:, 0]
+    return choice
 
 
 def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:

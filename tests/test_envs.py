@@ -1,0 +1,32 @@
+"""The table of environment variables is complete, and bad values are refused by name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import deepinfer
+from deepinfer import envs
+
+PACKAGE = Path(deepinfer.__file__).parent
+
+
+def test_the_table_lists_exactly_the_variables_in_use() -> None:
+    used = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "envs.py":
+            used |= set(re.findall(r"\bDEEPINFER_[A-Z0-9_]+\b", path.read_text(encoding="utf-8")))
+    assert used == set(envs.VARIABLES)
+
+
+def test_values_are_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPINFER_CHECK_INTEGRITY", raising=False)
+    assert envs.get("DEEPINFER_CHECK_INTEGRITY") is False
+    monkeypatch.setenv("DEEPINFER_CHECK_INTEGRITY", "1")
+    assert envs.get("DEEPINFER_CHECK_INTEGRITY") is True
+    monkeypatch.setenv("DEEPINFER_CHECK_INTEGRITY", "maybe")
+    with pytest.raises(ValueError, match="DEEPINFER_CHECK_INTEGRITY='maybe'.*true"):
+        envs.get("DEEPINFER_CHECK_INTEGRITY")
+    monkeypatch.setenv("DEEPINFER_KERNELS", "fast")
+    with pytest.raises(ValueError, match="DEEPINFER_KERNELS='fast': must be auto or reference"):
+        envs.get("DEEPINFER_KERNELS")
