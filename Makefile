@@ -34,7 +34,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 demo: install
-	@$(BIN)/deepinfer chat --model nano --stats --quick "Tell me a short story about a lighthouse keeper."
+	@$(BIN)/deepinfer chat --model nano --stats --max-tokens 200 --quick "Tell me a short story about a lighthouse keeper."
 
 lint: install-dev
 	$(BIN)/ruff check .

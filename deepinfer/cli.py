@@ -63,6 +63,13 @@ def describe(error: Exception) -> str:
     return " ".join(text.split()) or type(error).__name__
 
 
+def wants_traceback() -> bool:
+    try:
+        return envs.get("DEEPINFER_DEBUG")
+    except ValueError:
+        return True  # set to something odd: whoever set it wants to see more
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     try:
@@ -74,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` closed the pipe: no noise at exit
         sys.exit(1)
     except Exception as error:  # noqa: BLE001  a traceback is never shown to a user
-        if envs.get("DEEPINFER_DEBUG"):
+        if wants_traceback():
             raise
         bad_input = isinstance(error, ValueError | OSError) or hasattr(error, "format_message")
         if type(error).__name__ == "Abort":

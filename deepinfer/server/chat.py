@@ -53,10 +53,23 @@ def prepare_chat(state: ServerState, raw: dict[str, Any]) -> PreparedChat:
         body.pop(field_name, None)  # checked by ChatRequest, in the server's own terms
     try:
         conversation = convert_chat_request(body, options)
+        check_promises(conversation)
         prompt = render(conversation.conversation, conversation.model_version)
         return PreparedChat(conversation, prompt, encode_prompt(prompt, state.text.tokenizer))
     except ValueError as error:
         raise from_value_error(error, "messages") from None
+
+
+def check_promises(request: ConversationRequest) -> None:
+    """Refuse what recipe can write into a prompt but nothing here can keep yet."""
+    for number, tool in enumerate(request.conversation.tools):
+        if tool.strict:
+            message = "strict tools are not supported: structured output is not enforced yet"
+            raise ApiError(message, param=f"tools[{number}].function.strict", code="unsupported_parameter")
+    for number, message in enumerate(request.conversation.messages):
+        if any(not isinstance(part, str) for part in message.content):
+            refused = "images are not supported: this model reads text only"
+            raise ApiError(refused, param=f"messages[{number}].content", code="unsupported_parameter")
 
 
 def _thinking_of_template(raw: dict[str, Any]) -> dict[str, Any]:
@@ -156,9 +169,9 @@ class ChatAnswer:
             head = {"id": self.id, "object": "chat.completion.chunk", "created": self.created}
             yield head | {"model": self.state.text.name, "choices": [], "usage": self.usage()}
 
-    def usage(self) -> dict[str, Any]:
-        """Of all choices; the prompt counts once."""
-        reasoning = [choice.stream.reader.usage().reasoning_tokens for choice in self.choices]
+    def usage(self, final: bool = True) -> dict[str, Any]:
+        """Of all choices; the prompt counts once.  Reasoning is counted at the end: that costs its whole length."""
+        reasoning = [choice.stream.reader.usage().reasoning_tokens if final else None for choice in self.choices]
         known = [count for count in reasoning if count is not None]
         completion = sum(len(choice.token_ids) for choice in self.choices)
         return usage_body(len(self.prepared.token_ids), completion, sum(known) if known else None)
@@ -167,7 +180,7 @@ class ChatAnswer:
         """Recipe's chunk with what OpenAI and vLLM clients expect around it."""
         chunk.pop("usage", None)
         if self.request.continuous_usage:
-            chunk["usage"] = self.usage()
+            chunk["usage"] = self.usage(final=False)
         elif self.request.include_usage:
             chunk["usage"] = None
         self._add_extras(choice, chunk["choices"][0])

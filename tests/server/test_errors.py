@@ -115,6 +115,8 @@ def test_completion_fields(server: Server, change: dict, param: str) -> None:
 
 
 USER = {"role": "user", "content": "hi"}
+STRICT = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+PNG = "data:image/png;base64,iVBORw0KGgo="
 
 
 @pytest.mark.parametrize(
@@ -142,6 +144,9 @@ USER = {"role": "user", "content": "hi"}
         ({"chat_template": "x"}, "chat_template"),
         ({"max_completion_tokens": -5}, "max_completion_tokens"),
         ({"echo": True}, "echo"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": STRICT}}]}, "tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG}}]}]}, "messages"),
         ({"modalities": ["audio"]}, "modalities"),
     ],
     ids=lambda value: str(value)[:40],
