@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.ops import RowFormat
+from deepinfer.kernels.reference.quant import quantize_fp4_weight
 
 Case = tuple[Any, ...]  # the arguments of one call
 INF = float("inf")
@@ -231,6 +232,13 @@ def moe_experts(g: torch.Generator) -> Iterator[Case]:
             yield normal(g, n, dim) * 2, chosen, torch.rand(n, k, generator=g), *weights, 10.0, quantize
 
 
+def moe_experts_fp4(g: torch.Generator) -> Iterator[Case]:
+    for x, chosen, gates, w13, w2, limit, quantize in moe_experts(g):
+        if x.shape[1] % 32 == 0:
+            (p13, s13), (p2, s2) = quantize_fp4_weight(w13), quantize_fp4_weight(w2)
+            yield x, chosen, gates, p13.view(torch.uint8), s13, p2.view(torch.uint8), s2, limit, quantize
+
+
 CACHES = [("float32", RowFormat.FP8), ("bfloat16", RowFormat.NVFP4), *(("packed", f) for f in RowFormat)]
 
 
@@ -275,6 +283,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         load_rows,
         mask_to_candidates,
         moe_experts,
+        moe_experts_fp4,
         moe_gate,
         rms_norm,
         rope,

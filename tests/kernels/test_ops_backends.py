@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import deepinfer.kernels.ops  # noqa: F401  (registers the backends)
+from deepinfer.kernels.reference.quant import dequantize_fp4_weight
 from deepinfer.kernels.registry import OPERATIONS
 from tests.kernels.cases import CASES, EXACT, normal
 
@@ -46,7 +47,9 @@ def test_agrees_with_reference(name: str, device: str, seed: int):
             continue
         covered += 1
         expected = reference(*theirs)
-        if name == "moe_experts" and case[-1]:  # a last-bit difference may round an activation to the next FP8 value
+        if (
+            name.startswith("moe_experts") and case[-1]
+        ):  # a last-bit difference may round an activation to the next FP8 value
             assert (result - expected).norm() <= 2e-3 * expected.norm()
         else:
             compare(name, result, expected)
@@ -134,3 +137,12 @@ def test_rows_do_not_depend_on_their_batch():
         one = slice(row, row + 1)
         alone = OPERATIONS["moe_experts"](x[one], chosen[one], gates[one], w13, w2, 10.0, False)
         assert torch.equal(alone, together[one])
+
+
+def test_stored_experts_equal_float_experts():
+    """FP4 weights give, bit for bit, what their float32 values give."""
+    for case in CASES["moe_experts_fp4"](torch.Generator().manual_seed(4)):
+        x, chosen, gates, w13, s13, w2, s2, *rest = case
+        dense = dequantize_fp4_weight(w13, s13, torch.float32), dequantize_fp4_weight(w2, s2, torch.float32)
+        expected = OPERATIONS["moe_experts"](x, chosen, gates, *dense, *rest)
+        assert torch.equal(OPERATIONS["moe_experts_fp4"](*case), expected)

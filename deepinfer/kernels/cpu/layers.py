@@ -201,15 +201,43 @@ def moe_gate(logits: Tensor, bias: Tensor, k: int, normalise: bool, scaling: flo
 def moe_experts(
     x: Tensor, chosen: Tensor, gates: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize_activations: bool
 ) -> Tensor:
+    if not ready(w13, w2):
+        return NotImplemented
+    weights = w13.data_ptr(), None, None, w2.data_ptr(), None, None
+    return _experts(x, chosen, gates, w2.shape, weights, limit, quantize_activations)
+
+
+@backend("moe_experts_fp4", "cpu")
+def moe_experts_fp4(
+    x: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    limit: float,
+    quantize_activations: bool,
+) -> Tensor:
+    stored = w13, w13_scale, w2, w2_scale
+    experts, dim, half = w2.shape
+    if not all(t.is_contiguous() and t.element_size() == 1 for t in stored) or dim % 32 or half % 16:
+        return NotImplemented
+    weights = None, w13.data_ptr(), w13_scale.data_ptr(), None, w2.data_ptr(), w2_scale.data_ptr()
+    return _experts(x, chosen, gates, (experts, dim, 2 * half), weights, limit, quantize_activations)
+
+
+def _experts(x, chosen, gates, shape, weights, limit, quantize_activations):
+    """shape: experts, D, I; weights: pointers to floats, packed values and scales (or None) of w13, then of w2."""
     kernels = functions()
-    experts, dim, inner = w2.shape
-    if kernels is None or not ready(x, gates, w13, w2) or (quantize_activations and (dim % 32 or inner % 32)):
+    experts, dim, inner = shape
+    if kernels is None or not ready(x, gates) or (quantize_activations and (dim % 32 or inner % 32)):
         return NotImplemented
     n, k = chosen.shape
     chosen = chosen.to(torch.int32).contiguous()
     out = torch.empty_like(x)
     kernels["moe_experts"](
-        x.data_ptr(), chosen.data_ptr(), gates.data_ptr(), n, k, experts, dim, inner,
-        w13.data_ptr(), None, None, w2.data_ptr(), None, None, limit, quantize_activations, out.data_ptr(),
+        x.data_ptr(), chosen.data_ptr(), gates.data_ptr(), n, k, experts, dim, inner, *weights, limit,
+        quantize_activations, out.data_ptr(),
     )  # fmt: skip
     return out

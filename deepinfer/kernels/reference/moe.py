@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels.reference.basic import swiglu
-from deepinfer.kernels.reference.quant import fp8_round_trip
+from deepinfer.kernels.reference.quant import dequantize_fp4_weight, fp8_round_trip
 from deepinfer.kernels.registry import operation
 
 
@@ -42,3 +42,28 @@ def moe_experts(
         z = fp8_round_trip(z) if quantize_activations else z
         out.index_add_(0, row, F.linear(z, w2[expert]).to(out.dtype))
     return out
+
+
+@operation
+def moe_experts_fp4(
+    x: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    limit: float,
+    quantize_activations: bool,
+) -> Tensor:
+    """`moe_experts` over the stored form of the weights, an eighth of the bytes of float32.
+
+    w13 uint8 [E, 2I, D/2] and w2 uint8 [E, D, I/2]: E2M1 pairs, low nibble first; w13_scale [E, 2I, D/32] and
+    w2_scale [E, D, I/32]: E8M0 bytes. The rest as in `moe_experts`.
+    """
+    used, position = chosen.unique(return_inverse=True)
+    w13, w2 = (
+        dequantize_fp4_weight(values[used], scale[used], x.dtype)
+        for values, scale in ((w13, w13_scale), (w2, w2_scale))
+    )
+    return moe_experts.reference(x, position, gates, w13, w2, limit, quantize_activations)
