@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepinfer.recipe import fields
-from deepinfer.recipe.content import UNSUPPORTED_DOCUMENT, BuildContent, image_source, join_parts
+from deepinfer.recipe.content import BuildContent, image_source, join_parts, refused_image
 from deepinfer.recipe.conversation import Content, Message, ModelVersion, ToolCall
 from deepinfer.recipe.errors import ConversionError
 from deepinfer.recipe.fields import Json
@@ -88,9 +88,7 @@ def _read_part(value: Any, path: str, message_path: str) -> BuildContent:
         text = fields.required(obj, "text", fields.text, path)
         return lambda _: text
     if kind == "file":
-        file = fields.required(obj, "file", fields.struct("struct ChatCompletionFile"), path)
-        has_file = any(file.get(key) is not None for key in ("file_id", "file_data"))
-        return _unsupported_file(has_file, f".{message_path}")
+        return _read_file(obj, path, f".{message_path}")
     image = fields.required(obj, "image_url", fields.struct("struct ChatCompletionImageUrl"), path)
     inner = fields.join(path, "image_url")
     url = fields.required(image, "url", fields.text, inner)
@@ -98,13 +96,19 @@ def _read_part(value: Any, path: str, message_path: str) -> BuildContent:
     return image_source(url, detail or "high", f".{message_path}", "Unsupported image_url format")
 
 
-def _unsupported_file(has_file: bool, path: str) -> BuildContent:
-    def build(version: ModelVersion) -> str:
-        if not has_file:
-            raise ConversionError(f"{path}: file must have a file_id or file_data", path)
-        return UNSUPPORTED_DOCUMENT
-
-    return build
+def _read_file(part: Json, path: str, shown: str) -> BuildContent:
+    """A file is an image in a data URL; its fields may stand in the part itself or under ``file``."""
+    inner = part.get("file")
+    obj = {**part, **inner} if isinstance(inner, dict) else part
+    file_id = fields.optional(obj, "file_id", fields.text, path)
+    data = fields.optional(obj, "file_data", fields.text, path)
+    if file_id is not None:
+        return refused_image(shown, "file_id is not supported. Pass the image as a base64 data url instead.")
+    if data is None:
+        return refused_image(shown, "file must have a file_id or file_data")
+    if not data.lower().startswith("data:"):
+        return refused_image(shown, "file_data is not a valid base64 data url")
+    return image_source(data, "high", shown, "Unsupported image_url format")
 
 
 def check_tool_turns(messages: Sequence[Message]) -> None:

@@ -1,6 +1,6 @@
 """Chat Completions request -> ConversationRequest (recipe spec, 4)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from deepinfer.recipe import fields, settings
@@ -48,16 +48,16 @@ def convert_chat_request(
     thinking, level = settings.thinking_and_effort(thinking_type, effort, options)
     tools = [_check_tool(tool, i) for i, tool in enumerate(tools)]
     check_unique(tools)
-    messages = tuple(message(version, thinking) for message in read)
+    messages = settings.without_empty_system([message(version, thinking) for message in read])
     check_tool_turns(messages)
-    _check_prefix(messages, bool(tools))
+    _check_prefix_is_last(messages)
+    if format_kind == "json_object":
+        settings.require_json_word(messages, "response_format")
     chosen, choice = choose_tools(tools, choice, named, thinking)
-    messages = settings.without_empty_system(messages)
+    _check_prefix_use(messages, bool(tools), format_kind)
     schema = format_value
     if format_kind == "json_schema":
         schema = check_format_schema(format_value, strict)
-    elif format_kind == "json_object":
-        settings.require_json_word(messages, "response_format")
     conversation = Conversation(
         messages=messages,
         thinking=thinking,
@@ -233,13 +233,20 @@ def _read_logit_bias(raw: Json) -> dict[int, float] | None:
     return {int(key): fields.number(value, f"logit_bias.{key}") for key, value in bias.items()}
 
 
-def _check_prefix(messages: Iterable[Message], has_tools: bool) -> None:
-    *before, last = messages
-    if any(message.prefix for message in before):
+def _check_prefix_is_last(messages: Sequence[Message]) -> None:
+    if any(message.prefix for message in messages[:-1]):
         raise ConversionError(
             "Invalid completion message: prefix set true with message which is not final message or message role is "
             "not assistant",
             "messages",
         )
-    if last.prefix and has_tools:
+
+
+def _check_prefix_use(messages: Sequence[Message], has_tools: bool, format_kind: str) -> None:
+    """An open turn can only be plain text."""
+    if not messages or not messages[-1].prefix:
+        return
+    if format_kind == "json_object":
+        raise ConversionError("response_format json_object should not be used with prefix", "response_format")
+    if has_tools or any(message.tool_calls for message in messages):
         raise ConversionError("Function call should not be used with prefix", "messages")

@@ -19,7 +19,7 @@ class ImageSource:
 
     @property
     def kind(self) -> Literal["data_url", "url"]:
-        return "data_url" if self.url.startswith("data:") else "url"
+        return "data_url" if self.url[:5].lower() == "data:" else "url"
 
 
 # Text, or text and images in order; parts are joined by a blank line in the prompt.

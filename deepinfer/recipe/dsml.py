@@ -1,5 +1,6 @@
 """Tool calls of the history as DSML text (recipe spec, 2: DSML)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepinfer.recipe import json_text
@@ -9,16 +10,17 @@ from deepinfer.recipe.prompt import PromptWriter
 
 @dataclass(frozen=True)
 class DsmlStyle:
-    """What differs between the versions: a space after the mark, the block's name, the text of an empty call."""
+    """What differs between the versions: a space after the mark, the block's name, an empty call, floats."""
 
     space: str
     block: str
     no_parameters: str
+    spell_float: Callable[[float], str]
 
 
 DSML_STYLES: dict[ModelVersion, DsmlStyle] = {
-    "v4": DsmlStyle(space="", block="tool_calls", no_parameters=""),
-    "v4.1": DsmlStyle(space=" ", block="calls", no_parameters="\n"),
+    "v4": DsmlStyle(space="", block="tool_calls", no_parameters="", spell_float=json_text.rust_float),
+    "v4.1": DsmlStyle(space=" ", block="calls", no_parameters="\n", spell_float=repr),
 }
 
 
@@ -42,7 +44,7 @@ def write_tool_calls(writer: PromptWriter, calls: tuple[ToolCall, ...], style: D
             writer.template(f'<｜DSML｜{space}parameter name="')
             writer.text(name)
             writer.text(f'" string="{"true" if is_string else "false"}">')
-            writer.text(value if isinstance(value, str) else json_text.dumps(value))
+            writer.text(value if isinstance(value, str) else json_text.dumps(value, spell_float=style.spell_float))
             writer.template(f"</｜DSML｜{space}parameter>\n")
         writer.template(f"</｜DSML｜{space}invoke>\n")
     writer.template(f"</｜DSML｜{space}{style.block}>")

@@ -47,7 +47,7 @@ def describe(value: Any) -> str:
         case int():
             return f"integer `{value}`"
         case float():
-            return f"floating point `{json_text.format_float(value)}`"
+            return f"floating point `{json_text.rust_float(value)}`"
         case str():
             return f"string {json_text.dumps(value)}"
         case dict():

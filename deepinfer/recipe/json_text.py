@@ -1,4 +1,7 @@
-"""JSON in and out the way prompts spell it: request key order, raw non-ASCII, shortest numbers (0.10 -> 0.1)."""
+"""JSON in and out the way prompts spell it: request key order, raw non-ASCII, shortest numbers (0.10 -> 0.1).
+
+V4.1 prompts spell floats as Python does (1e-05), V4 prompts and constraints as Rust does (0.00001).
+"""
 
 import json
 import math
@@ -23,20 +26,29 @@ def loads(text: str) -> Any:
     return value
 
 
-def dumps(value: Any, item_separator: str = ", ", key_separator: str = ": ") -> str:
-    """Write JSON with the separators of prompts; ``dumps(value, ",", ":")`` is the compact form.
+def dumps(
+    value: Any,
+    item_separator: str = ", ",
+    key_separator: str = ": ",
+    spell_float: Callable[[float], str] = repr,
+) -> str:
+    """Write JSON with the separators of prompts.
 
-    Raises ValueError for values that JSON cannot hold (NaN, infinities, unknown types).
+    ``spell_float`` writes finite floats.  Raises ValueError for values that JSON cannot hold (NaN, infinities, unknown
+    types).
     """
     out: list[str] = []
-    _write(value, out.append, item_separator, key_separator)
+    _write(value, out.append, item_separator, key_separator, spell_float)
     return "".join(out)
 
 
-def format_float(value: float) -> str:
-    """Shortest decimal that reads back as ``value``; plain notation between 1e-5 and 1e16, like Rust's ryu."""
-    if not math.isfinite(value):
-        raise ValueError(f"number {value} is not representable in JSON")
+def compact(value: Any) -> str:
+    """JSON without blanks, as constraints spell it.  Raises ValueError as ``dumps`` does."""
+    return dumps(value, ",", ":", rust_float)
+
+
+def rust_float(value: float) -> str:
+    """Shortest decimal that reads back as ``value``, in plain notation from 1e-5 up to 1e16."""
     mantissa, _, exponent = repr(abs(value)).partition("e")
     whole, _, fraction = mantissa.partition(".")
     digits = (whole + fraction).lstrip("0")
@@ -49,43 +61,47 @@ def format_float(value: float) -> str:
     elif -5 < point <= 0:
         text = "0." + "0" * -point + digits
     else:
-        text = digits[0] + ("." + digits[1:] if len(digits) > 1 else "") + f"e{point - 1}"
+        text = digits[0] + ("." + digits[1:] if len(digits) > 1 else "") + f"e{point - 1:+}"
     return "-" + text if math.copysign(1.0, value) < 0 else text
 
 
-def _write(value: Any, write: Callable[[str], None], item: str, key: str) -> None:
+def _write(
+    value: Any, write: Callable[[str], None], item: str, key: str, spell_float: Callable[[float], str]
+) -> None:
     if isinstance(value, str):
         write(encode_basestring(value))
     elif value is None or isinstance(value, bool):
         write({None: "null", True: "true", False: "false"}[value])
     elif isinstance(value, int):
-        write(_format_int(value))
+        write(str(value) if -(2**63) <= value < 2**64 else spell_float(_finite(value)))
     elif isinstance(value, float):
-        write(format_float(value))
+        write(spell_float(_finite(value)))
     elif isinstance(value, dict):
         write("{")
         for i, (name, entry) in enumerate(value.items()):
             write((item if i else "") + encode_basestring(name) + key)
-            _write(entry, write, item, key)
+            _write(entry, write, item, key, spell_float)
         write("}")
     elif isinstance(value, list | tuple):
         write("[")
         for i, entry in enumerate(value):
             if i:
                 write(item)
-            _write(entry, write, item, key)
+            _write(entry, write, item, key, spell_float)
         write("]")
     else:
         raise ValueError(f"{type(value).__name__} is not a JSON value")
 
 
-def _format_int(value: int) -> str:
-    if -(2**63) <= value < 2**64:
-        return str(value)
+def _finite(value: float) -> float:
+    """The value as a float.  Raises ValueError when it is none that JSON can hold."""
     try:
-        return format_float(float(value))
+        number = float(value)
     except OverflowError:
         raise ValueError("number out of range") from None
+    if not math.isfinite(number):
+        raise ValueError(f"number {number} is not representable in JSON")
+    return number
 
 
 def _parse_int(text: str) -> int | float:

@@ -4,8 +4,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer.recipe import fields, json_text
-from deepinfer.recipe.content import BuildContent, image_source, join_parts
-from deepinfer.recipe.conversation import Message, ModelVersion, ToolCall
+from deepinfer.recipe.content import (
+    UNSUPPORTED_IMAGE,
+    BuildContent,
+    check_base64,
+    image_source,
+    join_parts,
+    refused_image,
+)
+from deepinfer.recipe.conversation import ImageSource, Message, ModelVersion, ToolCall
 from deepinfer.recipe.errors import ConversionError
 from deepinfer.recipe.fields import Json
 
@@ -102,16 +109,19 @@ def read_part(kind: str, obj: Json, where: str, image_path: str) -> BuildContent
     if source_kind == "base64":
         media = fields.required(source, "media_type", fields.one_of(_MEDIA_TYPES), inner)
         data = fields.required(source, "data", fields.text, inner)
-        return image_source(f"data:{media};base64,{data}", "high", image_path, "")
+        return _base64_image(media, data, image_path)
     if source_kind == "file":
-        return _refused_file(image_path)
+        return refused_image(image_path, "file_id is not supported. Pass the image as a base64 data url instead.")
     url = fields.required(source, "url", fields.text, inner)
-    return image_source(url, "high", image_path, f"invalid url: {json_text.dumps(url)}")
+    return image_source(url, "high", image_path, f"invalid url: {json_text.dumps(url)}", data_urls=False)
 
 
-def _refused_file(path: str) -> BuildContent:
-    def build(version: ModelVersion) -> str:
-        raise ConversionError(f"{path}: file_id is not supported. Pass the image as a base64 data url instead.", path)
+def _base64_image(media: str, data: str, path: str) -> BuildContent:
+    def build(version: ModelVersion) -> str | ImageSource:
+        if version == "v4":
+            return UNSUPPORTED_IMAGE
+        check_base64(data, f"{path}: base64 decode error", path)
+        return ImageSource(f"data:{media};base64,{data}", "high", path)
 
     return build
 

@@ -1,6 +1,7 @@
 """Conversation -> Prompt, for V4 and V4.1 (recipe spec, 2)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 from deepinfer.recipe import json_text, templates
@@ -25,6 +26,8 @@ def render(
     _write_header(writer, conversation, header, model_version, empty=header is None and not messages)
     before: Message | None = None
     for message in _order_tool_results(messages):
+        if model_version == "v4.1" and _repeats_reminder(message, before):
+            continue
         _write_message(writer, conversation, message, before, model_version)
         before = message
     continues = bool(messages) and messages[-1].role == "assistant" and messages[-1].prefix
@@ -43,10 +46,28 @@ def _split_header(messages: Sequence[Message], version: ModelVersion) -> tuple[C
         for message in messages:
             if message.role == "system" and message.content:
                 parts.extend((message.content,) if isinstance(message.content, str) else message.content)
-        return tuple(parts), [m for m in messages if m.role != "system"]
+        return tuple(parts), _merge_users([m for m in messages if m.role != "system"])
     if messages and messages[0].role == "system":
         return messages[0].content, list(messages[1:])
     return None, list(messages)
+
+
+def _merge_users(messages: Sequence[Message]) -> list[Message]:
+    """Adjacent user messages as one, without the empty ones."""
+    merged: list[Message] = []
+    for message in messages:
+        if message.role != "user" or not merged or merged[-1].role != "user":
+            merged.append(message)
+        elif message.content:
+            before = merged.pop()
+            parts = [m.content for m in (before, message) if m.content]
+            content = parts[0] if len(parts) == 1 else _join(parts)
+            merged.append(replace(message, content=content))
+    return merged
+
+
+def _join(contents: Sequence[Content]) -> Content:
+    return tuple(part for content in contents for part in ((content,) if isinstance(content, str) else content))
 
 
 def _write_header(
@@ -64,7 +85,8 @@ def _write_header(
     if conversation.tools_in_force:
         _write_tools(writer, conversation, version)
     if conversation.json_schema is not None:
-        writer.text(templates.FORMAT_OPENING + json_text.dumps(conversation.json_schema))
+        spell_float = DSML_STYLES[version].spell_float
+        writer.text(templates.FORMAT_OPENING + json_text.dumps(conversation.json_schema, spell_float=spell_float))
     elif conversation.json_object:
         writer.text(
             templates.V4_JSON_OBJECT if version == "v4" else templates.FORMAT_OPENING + '{"type": "json_object"}'
@@ -80,7 +102,8 @@ def _write_tools(writer: PromptWriter, conversation: Conversation, version: Mode
                 "name": tool.name,
                 "description": tool.description or "",
                 "parameters": {} if tool.parameters is None else tool.parameters,
-            }
+            },
+            spell_float=style.spell_float,
         )
         for tool in conversation.tools
         if not tool.defer_loading
@@ -108,6 +131,11 @@ def _write_message(
             writer.content(message.content)
             if message.role == "tool":
                 writer.text("</tool_result>")
+
+
+def _repeats_reminder(message: Message, before: Message | None) -> bool:
+    """V4.1 shows only the first of adjacent reminders."""
+    return message.role == "latest_reminder" and before is not None and before.role == "latest_reminder"
 
 
 def _write_assistant(

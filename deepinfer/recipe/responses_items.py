@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer.recipe import fields, json_text
-from deepinfer.recipe.content import UNSUPPORTED_DOCUMENT, BuildContent, image_source, join_parts
+from deepinfer.recipe.content import UNSUPPORTED_DOCUMENT, BuildContent, image_source, join_parts, refused_image
 from deepinfer.recipe.conversation import Message, ModelVersion, ToolCall
 from deepinfer.recipe.errors import ConversionError
 from deepinfer.recipe.fields import Json
@@ -84,20 +84,11 @@ def _read_part(value: Any, path: str, item_path: str, allowed: tuple[str, ...]) 
     url = fields.optional(obj, "image_url", fields.text, path)
     file_id = fields.optional(obj, "file_id", fields.text, path)
     detail = fields.optional(obj, "detail", fields.one_of(_DETAILS), path)
-    if url is not None:
+    if url:
         return image_source(url, detail or "high", item_path, "Unsupported image_url format")
-    return _no_image(path, file_id is not None)
-
-
-def _no_image(path: str, has_file: bool) -> BuildContent:
-    def build(version: ModelVersion) -> str:
-        if has_file:
-            raise ConversionError(
-                f"{path}: file_id is not supported. Pass the image as a base64 data url instead.", path
-            )
-        raise ConversionError(f"{path}: input_image must have image_url or file_id", path)
-
-    return build
+    if file_id is not None:
+        return refused_image(path, "file_id is not supported. Pass the image as a base64 data url instead.")
+    return refused_image(path, "input_image must have image_url or file_id")
 
 
 def _read_reasoning(value: Json, path: str) -> str:
@@ -115,7 +106,7 @@ def _read_call(kind: str, value: Json, path: str) -> ToolCall:
     call_id = fields.required(value, "call_id", fields.text, path)
     name = fields.required(value, "name", fields.text, path)
     if kind == "custom_tool_call":
-        arguments = json_text.dumps({"input": fields.required(value, "input", fields.text, path)}, ",", ":")
+        arguments = json_text.compact({"input": fields.required(value, "input", fields.text, path)})
         return ToolCall(call_id, name, arguments)
     space = fields.optional(value, "namespace", fields.text, path)
     arguments = fields.required(value, "arguments", fields.text, path)

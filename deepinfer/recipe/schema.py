@@ -35,7 +35,7 @@ def schema_fault(schema: Any) -> str | None:
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):
-        return f'{json_text.dumps(schema, ",", ":")} is not of types "boolean", "object"'
+        return f'{json_text.compact(schema)} is not of types "boolean", "object"'
     for key, value in schema.items():
         fault = _keyword_fault(key, value)
         if fault:
@@ -44,7 +44,7 @@ def schema_fault(schema: Any) -> str | None:
 
 
 def _keyword_fault(key: str, value: Any) -> str | None:
-    shown = json_text.dumps(value, ",", ":")
+    shown = json_text.compact(value)
     if key == "type":
         names = value if isinstance(value, list) else [value]
         if not names or any(name not in _TYPES for name in names):
@@ -65,7 +65,7 @@ def _keyword_fault(key: str, value: Any) -> str | None:
         return f'{shown} is not of type "array"'
     elif key == "required":
         wrong = next((name for name in value if not isinstance(name, str)), None)
-        return None if wrong is None else f'{json_text.dumps(wrong, ",", ":")} is not of type "string"'
+        return None if wrong is None else f'{json_text.compact(wrong)} is not of type "string"'
     elif key in _STRINGS and not isinstance(value, str):
         return f'{shown} is not of type "string"'
     elif key == "pattern":
@@ -109,7 +109,7 @@ def strict_schema(schema: Any, what: str, where: str, empty_object: bool = False
     if isinstance(schema, dict) and (schema.get("type") != "object") and _has_kind(schema):
         _strict(schema, refuse)
         raise ConversionError(f"The top level of the {where} must be an object.", where)
-    if empty_object and isinstance(schema, dict) and not schema.get("properties"):
+    if empty_object and _is_empty_object(schema):
         return {"type": "object", "properties": {}, "additionalProperties": False, "required": []}
     return _strict(schema, refuse)
 
@@ -184,6 +184,12 @@ def _strict_object(schema: Any, refuse: Callable[[str], ConversionError]) -> Any
         if isinstance(schema.get(key), dict):
             out[key] = {name: _strict(value, refuse) for name, value in schema[key].items()}
     return out
+
+
+def _is_empty_object(schema: Any) -> bool:
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        return False
+    return schema.get("properties") in (None, {}) and schema.get("required") in (None, [])
 
 
 def _has_kind(schema: dict[str, Any]) -> bool:

@@ -34,12 +34,12 @@ def model_version(model: str, options: ConversionOptions) -> ModelVersion:
 def thinking_and_effort(
     thinking_type: str | None, effort: str | None, options: ConversionOptions
 ) -> tuple[bool, Effort | None]:
-    """``disabled`` wins over any effort; effort ``none`` switches thinking off, any other one switches it on."""
-    if thinking_type == "disabled" or effort == "none":
-        return False, None
-    if thinking_type is None and effort is None and not options.default_thinking:
-        return False, None
-    return True, _EFFORT_OF[effort or "high"]
+    """The thinking type decides; without one effort ``none`` switches thinking off and any other one switches it on."""
+    if thinking_type is None:
+        thinking = options.default_thinking if effort is None else effort != "none"
+    else:
+        thinking = thinking_type != "disabled"
+    return thinking, _EFFORT_OF.get(effort or "high", "high") if thinking else None
 
 
 def temperature(value: float | None, thinking: bool) -> float:
@@ -146,9 +146,9 @@ def output_constraint(conversation: Conversation, schema: Any = None) -> OutputC
     if conversation.tools_in_force:
         kind = "tool_call_required" if conversation.tool_choice == "required" else "tool_call"
         listed = [_tool_entry(tool) for tool in conversation.tools]
-        return OutputConstraint(kind, json_text.dumps(listed, ",", ":"))  # type: ignore[arg-type]
+        return OutputConstraint(kind, json_text.compact(listed))  # type: ignore[arg-type]
     if conversation.json_schema is not None:
-        return OutputConstraint("json", json_text.dumps(schema, ",", ":"))
+        return OutputConstraint("json", json_text.compact(schema))
     if conversation.json_object:
         return OutputConstraint("json", "")
     return None if conversation.regex is None else OutputConstraint("regex", conversation.regex)

@@ -46,7 +46,7 @@ def check_parameters(name: str, parameters: Any, strict: bool | None) -> Any:
         kind = parameters.get("type") if isinstance(parameters, dict) else None
         if kind == "object":
             return parameters
-        shown = json_text.dumps(kind, ",", ":")
+        shown = json_text.compact(kind)
         fault = "schema must be a JSON Schema of 'type: \"object\"', got 'type: "
         fault += f"{shown}'."
     raise ConversionError(f"Invalid schema for function '{name}': {fault}", "tools")

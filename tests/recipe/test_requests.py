@@ -2,7 +2,6 @@
 
 import json
 import math
-import struct
 from typing import Any
 
 import pytest
@@ -277,32 +276,91 @@ def _integers(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else []
 
 
-@given(bits=st.binary(min_size=8, max_size=8))
+@given(value=st.floats(allow_nan=False, allow_infinity=False))
 @settings(max_examples=500)
-def test_floats_read_back(bits: bytes) -> None:
-    value = struct.unpack("d", bits)[0]
-    if not math.isfinite(value):
-        with pytest.raises(ValueError, match="representable"):
-            json_text.format_float(value)
-        return
-    assert math.copysign(1, float(json_text.format_float(value))) == math.copysign(1, value)
-    assert float(json_text.format_float(value)) == value
+def test_floats_read_back(value: float) -> None:
+    for text in (json_text.dumps(value), json_text.compact(value)):
+        again = float(text)
+        assert again == value and math.copysign(1, again) == math.copysign(1, value)
+        assert json.loads(text) == value
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "prompt_v41", "prompt_v4"),
     [
-        (0.1, "0.1"),
-        (1.0, "1.0"),
-        (-0.0, "-0.0"),
-        (1e5, "100000.0"),
-        (1e15, "1000000000000000.0"),
-        (1e16, "1e16"),
-        (1e-5, "0.00001"),
-        (1e-6, "1e-6"),
-        (1.5e300, "1.5e300"),
-        (123456789012345678901234567890.0, "1.2345678901234568e29"),
+        (0.1, "0.1", "0.1"),
+        (1.0, "1.0", "1.0"),
+        (-0.0, "-0.0", "-0.0"),
+        (1e5, "100000.0", "100000.0"),
+        (1e15, "1000000000000000.0", "1000000000000000.0"),
+        (1e16, "1e+16", "1e+16"),
+        (1.23e-5, "1.23e-05", "0.0000123"),
+        (1e-6, "1e-06", "1e-6"),
+        (1.5e300, "1.5e+300", "1.5e+300"),
+        (123456789012345678901, "1.2345678901234568e+20", "1.2345678901234568e+20"),
     ],
 )
-def test_float_spelling(value: float, text: str) -> None:
-    assert json_text.format_float(value) == text
+def test_number_spelling(value: float, prompt_v41: str, prompt_v4: str) -> None:
+    """As the public library spells them: like Python in V4.1 prompts, like Rust in V4 prompts and in constraints."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": value}}}
+    request = convert_chat_request({**MODEL, "messages": USER, "tools": [tool]})
+    assert f'"default": {prompt_v41}}}' in render(request.conversation, "v4.1").text
+    assert f'"default": {prompt_v4}}}' in render(request.conversation, "v4").text
+    assert request.inference.output_constraint is not None
+    assert f'"default":{prompt_v4}}}' in request.inference.output_constraint.schema
+
+
+def test_json_refuses_what_it_cannot_hold() -> None:
+    for value in (math.nan, math.inf, 10**400, object(), {1: 2}):
+        with pytest.raises((ValueError, TypeError)):
+            json_text.dumps(value)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "effort", "expected"),
+    [
+        (None, None, True),
+        (None, "none", False),
+        ("enabled", "none", True),
+        ("adaptive", None, True),
+        ("disabled", "max", False),
+    ],
+)
+def test_what_decides_about_thinking(thinking: str | None, effort: str | None, expected: bool) -> None:
+    body = {**MODEL, "messages": USER, "reasoning_effort": effort, "thinking": thinking and {"type": thinking}}
+    assert convert_chat_request(body).conversation.thinking is expected
+
+
+def test_empty_messages_and_adjacent_reminders_per_version() -> None:
+    users = [{"role": "user", "content": ""}, {"role": "user", "content": "a"}]
+    reminders = [{"role": "latest_reminder", "content": "1"}, {"role": "latest_reminder", "content": "2"}]
+    request = convert_chat_request({**MODEL, "messages": [*reminders, *users], **OFF})
+    open_turn = "<｜Assistant｜></think>"
+    assert render(request.conversation, "v4.1").text == (
+        f"<｜begin▁of▁sentence｜><｜latest_reminder｜>1<｜User｜>\n\na{open_turn}"
+    )
+    assert render(request.conversation, "v4").text == (
+        f"<｜begin▁of▁sentence｜><｜latest_reminder｜>1<｜latest_reminder｜>2<｜User｜>a{open_turn}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    [
+        ("data:image/png;base64,AA==", None),
+        ("https://example.com/a.png", None),
+        ("data:image/tiff;base64,AA==", "unsupported file"),
+        ("data:image/png;base64,!!", "Invalid base64"),
+        ("data:image/png,xx", "Unsupported image_url"),
+        ("file:///etc/passwd", "Unsupported image_url"),
+    ],
+)
+def test_image_addresses(url: str, fault: str | None) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    body = {**MODEL, "messages": [{"role": "user", "content": parts}]}
+    if fault is None:
+        assert [image.url for image in render(convert_chat_request(body).conversation).images] == [url]
+    else:
+        with pytest.raises(ConversionError, match=fault):
+            convert_chat_request(body)
+    assert "[Unsupported Image]" in render(convert_chat_request({**body, "model": "DeepSeek-V4-Pro"}).conversation).text
