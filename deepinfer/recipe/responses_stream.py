@@ -180,8 +180,9 @@ class ResponsesStream:
                     self._part_event("response.content_part.done", part=part),
                 ]
             case "custom_tool_call":
-                item["input"] = self._input.text() if self._input is not None else ""
-                events = [self._item_event("response.custom_tool_call_input.done", input=item["input"])]
+                item["input"], unseen = self._input.finish() if self._input is not None else ("", "")
+                events = [self._item_event("response.custom_tool_call_input.delta", delta=unseen)] if unseen else []
+                events.append(self._item_event("response.custom_tool_call_input.done", input=item["input"]))
             case _:
                 item["arguments"] = text
                 events = [self._item_event("response.function_call_arguments.done", arguments=text)]
@@ -225,10 +226,11 @@ class CustomInput:
         self._shown.append(json.loads(f'"{piece}"'))
         return self._shown[-1]
 
-    def text(self) -> str:
-        """The whole input; arguments of any other form as they are."""
-        regular = self._json.startswith(self._OPENING) or not self._json
-        return "".join(self._shown) if regular else self._json
+    def finish(self) -> tuple[str, str]:
+        """(whole input, what of it was not yet shown): arguments of any other form are the input as they are."""
+        if self._json.startswith(self._OPENING):
+            return "".join(self._shown), ""
+        return self._json, self._json
 
 
 def _output_text(text: str) -> Json:

@@ -9,6 +9,7 @@ import tokenizers
 
 from deepinfer.recipe.control_tokens import CONTROL_TOKENS, REQUIRED_ROLES
 from deepinfer.recipe.conversation import ModelVersion
+from deepinfer.recipe.segments import SegmentCache, can_be_cut, cut
 
 
 class Tokenizer:
@@ -39,6 +40,8 @@ class Tokenizer:
         self.token_bytes = _token_bytes(vocabulary, added)
         self.vocab_size = len(self.token_bytes)
         self._plain = _plain_tokenizer(definition, added)
+        self._can_be_cut = can_be_cut(definition)
+        self._cache = SegmentCache()
 
     @classmethod
     def from_file(
@@ -64,8 +67,17 @@ class Tokenizer:
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """``encode_text`` of each, in parallel."""
-        return [encoding.ids for encoding in self._plain.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """``encode_text`` of each, in parallel also within long texts; recent ones come from memory.
+
+        The lists must not be changed.
+        """
+        return self._cache.encode(texts, self._encode_pieces)
+
+    def _encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        pieces = [cut(text) if self._can_be_cut else [text] for text in texts]
+        flat = [piece for group in pieces for piece in group]
+        encoded = iter(self._plain.encode_batch_fast(flat, add_special_tokens=False))
+        return [[token_id for _ in group for token_id in next(encoded).ids] for group in pieces]
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of token IDs, control tokens by their spelling, U+FFFD for bytes that are not UTF-8.
