@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,22 +22,26 @@ from deepinfer.bench.workloads import COMPRESSED_VOCAB_SIZE, VOCAB_SIZE, Workloa
 
 Run = Callable[[Workload, str], None]
 SUB_BATCH = 8
+SHARD_BYTES = 16 << 20
 
 
 def deepinfer_system() -> Run:
-    """The engine with its default settings (continuous batching, FP8 and FP4 caches)."""
+    """The engine with its default settings (continuous batching, FP8 and FP4 caches, FP4 experts)."""
     from deepinfer.config.engine import EngineConfig
     from deepinfer.engine.engine import Engine
     from deepinfer.engine.runner import ModelRunner
     from deepinfer.llm import LLM
-    from deepinfer.models.deepseek_v41 import DeepseekV41
-    from deepinfer.models.random_weights import random_weights
+    from deepinfer.models.registry import build_deepseek_v41
+    from deepinfer.models.writer import write_synthetic
     from deepinfer.params import SamplingParams
 
     config = deepinfer_config()
     token_map = torch.arange(VOCAB_SIZE) % COMPRESSED_VOCAB_SIZE
     engine_config = EngineConfig()
-    runner = ModelRunner(DeepseekV41(config, random_weights(config, seed=0), token_map), engine_config)
+    with TemporaryDirectory() as folder:
+        write_synthetic(folder, config, seed=0, max_shard_bytes=SHARD_BYTES)
+        model = build_deepseek_v41(Path(folder), config, token_map, torch.float32, "cpu")
+    runner = ModelRunner(model, engine_config)
     llm = LLM.from_engine(Engine(runner, engine_config))
 
     def run(work: Workload, variant: str) -> None:

@@ -1,6 +1,8 @@
 """The operations the models call. Importing this registers every backend that this machine can run."""
 
-from deepinfer.kernels import cpu  # noqa: F401  (registers its backends)
+import torch
+
+from deepinfer.kernels import cpu, registry  # cpu registers its backends
 from deepinfer.kernels.reference.attention import sparse_attention
 from deepinfer.kernels.reference.basic import rms_norm, rope, swiglu
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
@@ -25,6 +27,7 @@ __all__ = [
     "moe_experts",
     "moe_experts_fp4",
     "moe_gate",
+    "reads_fp4_experts",
     "rms_norm",
     "rope",
     "round_trip_rows",
@@ -33,3 +36,10 @@ __all__ = [
     "swiglu",
     "top_k_positions",
 ]
+
+
+def reads_fp4_experts(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether `moe_experts_fp4` has a kernel for activations of `dtype` there; its reference is slow."""
+    if registry.FORCE_REFERENCE or torch.device(device).type != "cpu" or dtype is not torch.float32:
+        return False
+    return cpu.cpu_backend_status().active

@@ -22,9 +22,11 @@ from deepinfer.models.layers.compressor import Compressor
 from deepinfer.models.layers.engram import Engram, EngramHash, advance_history
 from deepinfer.models.layers.hyper_connection import HCLazyPostData, HyperConnection, hc_enter
 from deepinfer.models.layers.indexer import Indexer, Sharing
-from deepinfer.models.layers.moe import MoE
+from deepinfer.models.layers.moe import Experts, MoE, StoredExperts
 from deepinfer.models.layers.rope import rope_frequencies
 from deepinfer.models.layers.step import StepMetadata
+from deepinfer.models.layers.yoco import decoder_half
+from deepinfer.models.loader import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class DeepseekV41:
         weights: dict[str, Tensor],
         token_map: Tensor | None = None,
         quantize_activations: bool = False,
+        stored_experts: dict[str, StoredTensor] | None = None,
     ) -> None:
         """Take over `weights` (emptied on return: the model holds the only copy).
 
@@ -55,6 +58,7 @@ class DeepseekV41:
             weights: in-memory weights (see models/loader.py); embed.weight's dtype is the dtype of the computation.
             token_map: int64 [vocab], the Engram compressed token map; needed when the config has Engram layers.
             quantize_activations: round the activations of FP8 and FP4 linears to FP8, as the released model does.
+            stored_experts: routed experts in FP4 (also taken over); None: they are among `weights`.
         """
         if config.engram_layer_ids and token_map is None:
             raise ValueError("token_map: needed, the config has engram_layer_ids")
@@ -63,6 +67,7 @@ class DeepseekV41:
         self.max_position_embeddings = config.max_position_embeddings
         self.eos_token_ids: tuple[int, ...] = (config.eos_token_id,)
         self.default_cache_dtype = torch.uint8  # the released FP8 and FP4 rows
+        self.yoco_window: tuple[int, int] | None = (config.sliding_window, config.max_backtracking_tokens)
         self.quantize_activations = quantize_activations
         self.embed = weights.pop("embed.weight")
         self.norm = weights.pop("norm.weight")
@@ -71,7 +76,7 @@ class DeepseekV41:
         self.head = weights.pop("head.weight").to(self.wide)
         self.frequencies = {kind: rope_frequencies(config, kind).to(self.device) for kind in (False, True)}
         self.token_map = None if token_map is None else token_map.to(self.device, torch.int64)
-        self.layers = [build_layer(weights, plan, config, self.token_map) for plan in config.layers]
+        self.layers = [build_layer(weights, plan, config, self.token_map, stored_experts) for plan in config.layers]
         weights.clear()
 
     def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:
@@ -91,6 +96,7 @@ class DeepseekV41:
         config = self.config
         step = StepMetadata.build(inputs, config, self.frequencies, caches.blocks.block_size, self.wide)
         sharing = Sharing()
+        decoder = None if inputs.keep_from is None else decoder_half(step, config)
         ngrams = None if self.token_map is None else advance_history(self.token_map, step, caches)
         e = F.embedding(inputs.token_ids, self.embed)
         lazy = HCLazyPostData(e.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous())
@@ -102,10 +108,19 @@ class DeepseekV41:
                     layer.engram.forward(lazy.materialize(), ngrams, config, self.quantize_activations)
                 )
             x, pre, lazy = hc_enter(lazy, p_prev, layer.attention_hc, config)
+            if layer.attention.compressor is not None:
+                layer.attention.compressor.forward(x, step, caches)
+            if decoder is not None and layer.plan.layer_id == config.num_encoder_layers:
+                rows, step = decoder.rows, decoder.step
+                x, pre, lazy = x[rows], pre[rows], lazy.rows(rows)
+                ngrams = None if ngrams is None else ngrams[rows]
+                if not len(rows):
+                    break  # no row of this chunk goes on
             y = layer.attention.forward(x, config, step, caches, sharing, self.quantize_activations)
             x, p_prev, lazy = hc_enter(lazy.with_output(y), pre, layer.ffn_hc, config)
             lazy = lazy.with_output(layer.ffn.forward(x, config, self.quantize_activations))
-        return self._logits(lazy.rows(inputs.logits_rows), p_prev[inputs.logits_rows])
+        rows = step.inputs.logits_rows
+        return self._logits(lazy.rows(rows), p_prev[rows])
 
     def _logits(self, lazy: HCLazyPostData, p_prev: Tensor) -> Tensor:
         h = lazy.materialize().to(self.wide)
@@ -113,7 +128,13 @@ class DeepseekV41:
         return F.linear(y.to(self.wide), self.head)
 
 
-def build_layer(weights: dict[str, Tensor], plan: LayerPlan, config: ModelConfig, token_map: Tensor | None) -> Layer:
+def build_layer(
+    weights: dict[str, Tensor],
+    plan: LayerPlan,
+    config: ModelConfig,
+    token_map: Tensor | None,
+    stored_experts: dict[str, StoredTensor] | None = None,
+) -> Layer:
     """Take the tensors of one layer out of `weights` and fuse those that share an input."""
     name = f"layers.{plan.layer_id}"
     wide = torch.promote_types(weights[f"{name}.attn.wq_b.weight"].dtype, torch.float32)
@@ -163,11 +184,19 @@ def build_layer(weights: dict[str, Tensor], plan: LayerPlan, config: ModelConfig
         compressor,
         indexer,
     )
+    experts: Experts | StoredExperts
+    if stored_experts is None:
+        w13 = torch.cat((take("ffn.experts.w1.weight"), take("ffn.experts.w3.weight")), dim=1)
+        experts = Experts(w13, take("ffn.experts.w2.weight"))
+    else:
+        w1, w3, w2 = (stored_experts.pop(f"{name}.ffn.experts.{part}.weight") for part in ("w1", "w3", "w2"))
+        assert w1.scale is not None and w3.scale is not None and w2.scale is not None  # FP4 always has one
+        w13_scale = torch.cat((w1.scale, w3.scale), dim=1)
+        experts = StoredExperts(torch.cat((w1.values, w3.values), dim=1), w13_scale, w2.values, w2.scale)
     ffn = MoE(
         take("ffn.gate.weight").to(wide),
         take("ffn.gate.bias").to(wide),
-        torch.cat((take("ffn.experts.w1.weight"), take("ffn.experts.w3.weight")), dim=1),
-        take("ffn.experts.w2.weight"),
+        experts,
         torch.cat((take("ffn.shared_experts.w1.weight"), take("ffn.shared_experts.w3.weight"))),
         take("ffn.shared_experts.w2.weight"),
     )

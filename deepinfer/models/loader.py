@@ -159,6 +159,11 @@ def is_engram_table(name: str) -> bool:
     return name.endswith(".engram.embed.weight")
 
 
+def is_routed_expert(name: str) -> bool:
+    """True for the stacked routed experts (FP4)."""
+    return ".ffn.experts." in name
+
+
 def _empty_stack(expert: StoredTensor, count: int, device: str | torch.device) -> StoredTensor:
     assert expert.scale is not None  # routed experts always have one
     values, scale = (

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.config.model_v4 import ModelConfigV4
+from deepinfer.kernels import ops
 from deepinfer.models.deepseek_v4 import DeepseekV4
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.inputs import ModelInputs
@@ -24,6 +25,7 @@ class Model(Protocol):
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     default_cache_dtype: torch.dtype
+    yoco_window: tuple[int, int] | None  # (sliding window, backtracking tokens); None: no YoCo truncation
 
     def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:
         """Bytes that one block of tokens takes in all layers."""
@@ -43,7 +45,6 @@ def load_deepseek_v41(path: Path, dtype: torch.dtype, device: torch.device | str
     from tokenizers import Tokenizer
 
     from deepinfer.models.layers.engram_map import compressed_token_map
-    from deepinfer.models.loader import load_weights
 
     config = ModelConfig.from_file(path)
     token_map = None
@@ -63,7 +64,20 @@ def load_deepseek_v41(path: Path, dtype: torch.dtype, device: torch.device | str
             )
         token_map = torch.zeros(config.vocab_size, dtype=torch.int64)
         token_map[: len(compressed)] = torch.from_numpy(compressed).long()
-    return DeepseekV41(config, load_weights(path, config, dtype, device), token_map)
+    return build_deepseek_v41(path, config, token_map, dtype, device)
+
+
+def build_deepseek_v41(
+    path: Path, config: ModelConfig, token_map: Tensor | None, dtype: torch.dtype, device: torch.device | str
+) -> DeepseekV41:
+    """Weights of `path` in `dtype`; routed experts stay in FP4 where the kernels read it."""
+    from deepinfer.models.loader import is_routed_expert, load_quantized, load_weights
+
+    if not ops.reads_fp4_experts(dtype, device):
+        return DeepseekV41(config, load_weights(path, config, dtype, device), token_map)
+    experts = load_quantized(path, config, device, include=is_routed_expert)
+    rest = load_weights(path, config, dtype, device, include=lambda name: not is_routed_expert(name))
+    return DeepseekV41(config, rest, token_map, stored_experts=experts)
 
 
 def load_deepseek_v4(path: Path, dtype: torch.dtype, device: torch.device | str) -> DeepseekV4:

@@ -10,16 +10,15 @@ from deepinfer.kernels.reference import attention, indexer  # noqa: F401  (defin
 from deepinfer.kernels.reference.cache_rows import RowFormat
 from deepinfer.kernels.registry import backend
 
-# enum row_kind of rows.h, and the group that the row length must divide into.
+# enum row_kind of rows.h; packed rows are read 32 values at a time.
 _FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_PACKED_KINDS = {RowFormat.FP8: (2, 32), RowFormat.MXFP4: (3, 32), RowFormat.NVFP4: (4, 16)}
+_PACKED_KINDS = {RowFormat.FP8: 2, RowFormat.MXFP4: 3, RowFormat.NVFP4: 4}
 _NO_CACHE = (None, 1, 0, 0, 0)
 
 
 def _row_kind(cache: Tensor, row_format: RowFormat, dim: int) -> int | None:
     if cache.dtype is torch.uint8:
-        kind, group = _PACKED_KINDS[row_format]
-        return kind if dim % group == 0 else None
+        return _PACKED_KINDS[row_format] if dim % 32 == 0 else None
     return _FLOAT_KINDS.get(cache.dtype)
 
 

@@ -29,34 +29,42 @@ INLINE float e2m1_value(uint32_t code) {
     return as_float((magnitude > 1 ? normal : magnitude ? 0x3f000000u : 0u) | sign);
 }
 
-// Eight bytes of E2M1 pairs -> 16 values, low nibble first.
-INLINE void decode_e2m1_16(const uint8_t *packed, float scale, float *out) {
-#ifdef __AVX2__
-    const __m128i bytes = _mm_loadl_epi64((const __m128i *)packed), low = _mm_set1_epi8(15);
-    const __m128i codes = _mm_unpacklo_epi8(_mm_and_si128(bytes, low), _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
+// 16 bytes of E2M1 pairs -> 32 values, low nibble first; one scale for each half.
+INLINE void decode_e2m1_32(const uint8_t *packed, float scale0, float scale1, float *out) {
+#if defined(__AVX2__)
+    // Look-ups read the low bits of an index only, so the other nibble may stay in it.
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)packed), shifted = _mm_srli_epi16(bytes, 4);
+    const __m128i codes[2] = {_mm_unpacklo_epi8(bytes, shifted), _mm_unpackhi_epi8(bytes, shifted)};
 #endif
 #if defined(__AVX512F__)
     const __m512 table = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-    const __m512 value = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), table);
-    _mm512_storeu_ps(out, _mm512_mul_ps(value, _mm512_set1_ps(scale)));
-#elif defined(__AVX2__)
-    const __m256 table = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), factor = _mm256_set1_ps(scale);
-    const __m256i sign = _mm256_set1_epi32((int)0x80000000u);
     for (int half = 0; half < 2; half++) {
-        const __m256i code = _mm256_cvtepu8_epi32(half ? _mm_srli_si128(codes, 8) : codes);
-        const __m256 value = _mm256_mul_ps(_mm256_permutevar8x32_ps(table, code), factor);  // reads three bits
+        const __m512 value = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes[half]), table);
+        _mm512_storeu_ps(out + 16 * half, _mm512_mul_ps(value, _mm512_set1_ps(half ? scale1 : scale0)));
+    }
+#elif defined(__AVX2__)
+    const __m256 table = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+    const __m256i sign = _mm256_set1_epi32((int)0x80000000u);
+    for (int part = 0; part < 4; part++) {
+        const __m128i eight = part % 2 ? _mm_srli_si128(codes[part / 2], 8) : codes[part / 2];
+        const __m256i code = _mm256_cvtepu8_epi32(eight);
+        const __m256 factor = _mm256_set1_ps(part < 2 ? scale0 : scale1);
+        const __m256 value = _mm256_mul_ps(_mm256_permutevar8x32_ps(table, code), factor);
         const __m256i negative = _mm256_and_si256(_mm256_slli_epi32(code, 28), sign);
-        _mm256_storeu_ps(out + 8 * half, _mm256_xor_ps(value, _mm256_castsi256_ps(negative)));
+        _mm256_storeu_ps(out + 8 * part, _mm256_xor_ps(value, _mm256_castsi256_ps(negative)));
     }
 #else
-    for (int i = 0; i < 8; i++) {
-        out[2 * i] = e2m1_value(packed[i] & 15) * scale;
-        out[2 * i + 1] = e2m1_value(packed[i] >> 4) * scale;
+    for (int i = 0; i < 16; i++) {
+        out[2 * i] = e2m1_value(packed[i] & 15) * (i < 8 ? scale0 : scale1);
+        out[2 * i + 1] = e2m1_value(packed[i] >> 4) * (i < 8 ? scale0 : scale1);
     }
 #endif
 }
 INLINE void decode_mxfp4(const uint8_t *packed, const uint8_t *scales, i64 dim, float *out) {
-    for (i64 g = 0; g < dim / 16; g++) decode_e2m1_16(packed + 8 * g, e8m0_value(scales[g / 2]), out + 16 * g);
+    for (i64 g = 0; g < dim / 32; g++) {
+        const float scale = e8m0_value(scales[g]);
+        decode_e2m1_32(packed + 16 * g, scale, scale, out + 32 * g);
+    }
 }
 
 static inline __attribute__((unused)) void decode_row(int kind, const void *row, i64 dim, float *out) {
@@ -75,8 +83,11 @@ static inline __attribute__((unused)) void decode_row(int kind, const void *row,
         }
         break;
     case ROW_MXFP4: decode_mxfp4(bytes, bytes + dim / 2, dim, out); break;
-    case ROW_NVFP4:
-        for (i64 g = 0; g < dim / 16; g++) decode_e2m1_16(bytes + 8 * g, e4m3_value(bytes[dim / 2 + g]), out + 16 * g);
+    case ROW_NVFP4: {
+        const uint8_t *scales = bytes + dim / 2;
+        for (i64 g = 0; g < dim / 32; g++)
+            decode_e2m1_32(bytes + 16 * g, e4m3_value(scales[2 * g]), e4m3_value(scales[2 * g + 1]), out + 32 * g);
         break;
+    }
     }
 }

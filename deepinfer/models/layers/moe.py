@@ -14,13 +14,37 @@ from deepinfer.models.layers.linear import quantized_linear
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Routed experts as plain values."""
+
+    w13: Tensor  # [E, 2I, D] = [w1 | w3]
+    w2: Tensor  # [E, D, I]
+
+    def forward(self, y: Tensor, chosen: Tensor, gates: Tensor, limit: float, quantize_activations: bool) -> Tensor:
+        return ops.moe_experts(y, chosen, gates, self.w13, self.w2, limit, quantize_activations)
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """Routed experts as the checkpoint holds them: FP4 pairs and E8M0 scales, uint8."""
+
+    w13: Tensor  # [E, 2I, D / 2]
+    w13_scale: Tensor  # [E, 2I, D / 32]
+    w2: Tensor  # [E, D, I / 2]
+    w2_scale: Tensor  # [E, D, I / 32]
+
+    def forward(self, y: Tensor, chosen: Tensor, gates: Tensor, limit: float, quantize_activations: bool) -> Tensor:
+        weights = self.w13, self.w13_scale, self.w2, self.w2_scale
+        return ops.moe_experts_fp4(y, chosen, gates, *weights, limit, quantize_activations)
+
+
+@dataclass(frozen=True)
 class MoE:
     """Weights of one layer's feed-forward."""
 
     gate: Tensor  # [E, D], at least float32
     gate_bias: Tensor  # [E], steers the choice of text tokens
-    w13: Tensor  # [E, 2I, D] = [w1 | w3]
-    w2: Tensor  # [E, D, I]
+    experts: Experts | StoredExperts
     shared_w13: Tensor  # [2I, D]
     shared_w2: Tensor  # [D, I]
 
@@ -31,7 +55,7 @@ class MoE:
         chosen, gates = ops.moe_gate(
             logits, self.gate_bias, config.num_experts_per_tok, config.norm_topk_prob, config.routed_scaling_factor
         )
-        routed = ops.moe_experts(y, chosen, gates, self.w13, self.w2, config.swiglu_limit, quantize_activations)
+        routed = self.experts.forward(y, chosen, gates, config.swiglu_limit, quantize_activations)
         z = ops.swiglu(quantized_linear(y, self.shared_w13, quantize_activations), config.swiglu_limit)
         shared = quantized_linear(z, self.shared_w2, quantize_activations)
         return (routed + shared).to(y.dtype)
