@@ -26,11 +26,12 @@ def can_be_cut(definition: Mapping[str, Any]) -> bool:
     splits = (definition.get("pre_tokenizer") or {}).get("pretokenizers", [])
     if [part.get("type") for part in splits] != ["Split", "Split", "Split", "ByteLevel"]:
         return False
-    return splits[2].get("pattern") == {"Regex": _SPLIT} and not splits[3].get("use_regex", True)
+    pattern = (splits[2].get("pattern") or {}).get("Regex", "").replace("\\r", "\r").replace("\\n", "\n")
+    return pattern == _SPLIT and not splits[3].get("use_regex", True)
 
 
 def cut(text: str, size: int = PIECE_CHARS) -> list[str]:
-    """Pieces whose token IDs, one after the other, are those of the whole text; all but the last of ``size`` or more."""
+    """Pieces whose token IDs, in order, are those of the whole text; all but the last of ``size`` or more."""
     pieces = []
     start = 0
     while len(text) - start >= 2 * size:

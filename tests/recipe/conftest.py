@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import deepinfer
 from deepinfer.recipe import Tokenizer
 from deepinfer.recipe.control_tokens import CONTROL_TOKENS
 
@@ -37,6 +38,12 @@ def deepseek_definition() -> dict:
 @pytest.fixture(scope="session")
 def deepseek_tokenizer(deepseek_definition: dict) -> Tokenizer:
     return Tokenizer(deepseek_definition)
+
+
+@pytest.fixture(scope="session")
+def nano_tokenizer() -> Tokenizer:
+    """The tokenizer of the shipped checkpoint, which splits words as DeepSeek's does."""
+    return Tokenizer.from_file(Path(deepinfer.__file__).parent / "checkpoints" / "nano" / "tokenizer.json")
 
 
 @pytest.fixture(scope="session")

@@ -49,10 +49,10 @@ def test_pieces_give_the_ids_of_the_whole(deepseek_tokenizer: Tokenizer, text: s
     )
 
 
-def test_a_long_message_is_cut_and_keeps_its_ids(deepseek_tokenizer: Tokenizer) -> None:
+def test_a_long_message_is_cut_and_keeps_its_ids(nano_tokenizer: Tokenizer) -> None:
     text = "def f(x):\n    return x + 1  # comment λ\n\nSome prose, with 12345 numbers and 日本語.\n" * 2000
     assert len(cut(text)) > 5 and min(map(len, cut(text)[:-1])) >= PIECE_CHARS
-    assert deepseek_tokenizer.encode_texts([text]) == [deepseek_tokenizer.encode_text(text)]
+    assert nano_tokenizer.encode_texts([text]) == [nano_tokenizer.encode_text(text)]
 
 
 def test_other_ways_of_splitting_words_are_not_cut(small_definition: dict, deepseek_definition: dict) -> None:
