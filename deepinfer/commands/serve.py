@@ -90,6 +90,8 @@ def serve(
     levels = ("critical", "error", "warning", "info", "debug")
     if log_level not in levels:
         raise ValueError(f"--log-level must be one of {', '.join(levels)}, got {log_level!r}")
+    if not all(key.strip() for key in api_key or ()):
+        raise ValueError("--api-key must not be empty")
     engine_config = options.make_engine_config(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,

@@ -38,6 +38,7 @@ def check(answer, *needles: str) -> None:  # type: ignore[no-untyped-def]
         (["chat", "--quick", ""], ["--quick"]),
         (["chat", "--model", "unknown", "-q", "hi"], ["model", "unknown"]),
         (["serve", "--port", "99999"], ["--port", "65535"]),
+        (["serve", "--api-key", ""], ["--api-key"]),
         (["serve", "--log-level", "loud"], ["--log-level", "debug"]),
         (["serve", "--model", "unknown", "--port", "0"], ["model", "unknown"]),
         (["serve", "--config", "missing.yaml"], ["--config", "missing.yaml"]),
