@@ -101,4 +101,8 @@ def logprob_record(
 
 def _token_record(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.bytes_of(token_id)
-    return {"token": data.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(data)}
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:  # a part of a character
+        text = "".join(f"\\x{byte:02x}" for byte in data)
+    return {"token": text, "logprob": logprob, "bytes": list(data)}
