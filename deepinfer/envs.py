@@ -13,10 +13,13 @@ def _bool(text: str) -> bool:
     return values[text.lower()]
 
 
-def _kernels(text: str) -> str:
-    if text not in ("auto", "reference"):
-        raise ValueError("must be auto or reference")
-    return text
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"must be one of {', '.join(allowed)}")
+        return text
+
+    return parse
 
 
 # name -> (parser, default, meaning)
@@ -29,7 +32,26 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     ),
     "DEEPINFER_CHECK_INTEGRITY": (_bool, False, "check queues, blocks and slots after every step (slow)"),
     "DEEPINFER_DEBUG": (_bool, False, "show the traceback of an error on the command line"),
-    "DEEPINFER_KERNELS": (_kernels, "auto", "auto takes the fastest kernels there are, reference the PyTorch ones"),
+    "DEEPINFER_KERNELS": (
+        _choice("auto", "reference"),
+        "auto",
+        "auto takes the fastest kernels there are, reference the PyTorch ones",
+    ),
+    "DEEPINFER_MAX_BACKTRACKING_TOKENS": (
+        int,
+        None,
+        "tokens of a sequence that speculation may take back; default: what the model's draft head needs",
+    ),
+    "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": (
+        int,
+        None,
+        "last prompt tokens that run the decoder layers; at least window + backtracking tokens",
+    ),
+    "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE": (
+        _choice("off", "mask", "compact"),
+        "off",
+        "whether prefill runs only those: mask hides the other rows, compact drops them",
+    ),
 }
 
 

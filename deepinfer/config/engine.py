@@ -1,10 +1,14 @@
 """EngineConfig: sizes and formats of the engine, validated when made."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+
+from deepinfer import envs
 
 KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp8", "fp64")
 DTYPES = ("auto", "fp32", "bf16", "fp64")
+YOCO_MODES = ("off", "mask", "compact")
 DEFAULT_CACHE_BYTES = 2 << 30
 
 
@@ -28,6 +32,13 @@ class EngineConfig:
         dtype: arithmetic of the model.
         device: torch device.
         seed: seed of the draws of requests that set none.
+        yoco_prefill_truncation_mode: "off" runs every prompt token through all layers; "mask" and "compact" run only
+            the last yoco_prefill_keep_tokens of a prompt through the decoder layers, and agree with each other: the
+            first computes the other rows and hides them, the second drops them.
+        yoco_prefill_keep_tokens: at least window + max_backtracking_tokens of the model.
+        max_backtracking_tokens: tokens of a sequence that speculation may take back; None: what the model needs.
+
+    The last three default to the environment variables DEEPINFER_<NAME>.
 
     Raises:
         ValueError: naming the field and the allowed values.
@@ -45,11 +56,20 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "cpu"
     seed: int = 0
+    yoco_prefill_truncation_mode: str = field(
+        default_factory=partial(envs.get, "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE")
+    )
+    yoco_prefill_keep_tokens: int | None = field(
+        default_factory=partial(envs.get, "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS")
+    )
+    max_backtracking_tokens: int | None = field(default_factory=partial(envs.get, "DEEPINFER_MAX_BACKTRACKING_TOKENS"))
 
     def __post_init__(self) -> None:
         minimum = {"block_size": 1, "num_blocks": 2, "cache_memory_bytes": 1, "max_num_seqs": 1,
-                   "max_num_batched_tokens": 1, "prefill_chunk_size": 1, "max_model_len": 2, "seed": 0}  # fmt: skip
-        optional = ("num_blocks", "cache_memory_bytes", "max_model_len")
+                   "max_num_batched_tokens": 1, "prefill_chunk_size": 1, "max_model_len": 2, "seed": 0,
+                   "yoco_prefill_keep_tokens": 1, "max_backtracking_tokens": 1}  # fmt: skip
+        optional = ("num_blocks", "cache_memory_bytes", "max_model_len", "yoco_prefill_keep_tokens",
+                    "max_backtracking_tokens")  # fmt: skip
         for name, low in minimum.items():
             value = getattr(self, name)
             if value is None and name in optional:
@@ -64,6 +84,11 @@ class EngineConfig:
             raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.yoco_prefill_truncation_mode not in YOCO_MODES:
+            allowed = ", ".join(YOCO_MODES)
+            raise ValueError(
+                f"yoco_prefill_truncation_mode must be one of {allowed}, got {self.yoco_prefill_truncation_mode!r}"
+            )
 
     def resolve_num_blocks(self, bytes_per_block: int, max_model_len: int) -> int:
         """Number of blocks, null block included, for a model whose block takes bytes_per_block in all layers.

@@ -142,7 +142,7 @@ class Engine:
             return []
         self._record_scheduled(batch)
         try:
-            logits = self.runner.run(build_model_inputs(batch, self.config.device))
+            logits = self.runner.run(build_model_inputs(batch, self.config))
             sampled = sample(logits, batch.sampled, self.eos_token_ids)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(batch.sequences))

@@ -4,14 +4,16 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
 from deepinfer.models.inputs import ModelInputs
 
 
-def build_model_inputs(batch: ScheduledBatch, device: torch.device | str = "cpu") -> ModelInputs:
-    """Inputs for one step on `device`."""
+def build_model_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
+    """Inputs for one step, on config.device."""
     sequences = batch.sequences
     starts = np.array([s.num_computed for s in sequences], np.int64)
     counts = np.array(batch.num_tokens, np.int64)
@@ -37,7 +39,29 @@ def build_model_inputs(batch: ScheduledBatch, device: torch.device | str = "cpu"
         np.array([s.state_slot for s in sequences], np.int32),
         logits_rows,
     )
-    return ModelInputs(batch.is_prefill, *(torch.from_numpy(a).to(device, non_blocking=True) for a in arrays))
+    keep_from = _keep_from(batch, config)
+    return ModelInputs(
+        batch.is_prefill,
+        *(_to_device(a, config.device) for a in arrays),
+        keep_from=None if keep_from is None else _to_device(keep_from, config.device),
+        drop_rows=config.yoco_prefill_truncation_mode == "compact",
+    )
+
+
+def _to_device(array: np.ndarray, device: str) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def _keep_from(batch: ScheduledBatch, config: EngineConfig) -> np.ndarray | None:
+    """First position of each sequence that runs the decoder layers, int32 [S]; None when every token of all does.
+
+    Counted from the end of the prompt, not of the sequence: recomputing a preempted sequence gives the same again.
+    """
+    keep_tokens = config.yoco_prefill_keep_tokens
+    if not batch.is_prefill or config.yoco_prefill_truncation_mode == "off" or keep_tokens is None:
+        return None
+    keep_from = np.array([max(s.num_prompt_tokens - keep_tokens, 0) for s in batch.sequences], np.int32)
+    return keep_from if keep_from.any() else None
 
 
 def _chunks(batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:

@@ -22,10 +22,30 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
     return torch.bfloat16 if torch.device(config.device).type == "cuda" else torch.float32
 
 
+def check_truncation(model: Model, config: EngineConfig) -> None:
+    """Raise ValueError if YoCo truncation is asked of a model without it, or keeps too little to decode from.
+
+    A decode step reads a window that ends up to max_backtracking_tokens before the end of the prompt.
+    """
+    mode, keep = config.yoco_prefill_truncation_mode, config.yoco_prefill_keep_tokens
+    if mode == "off":
+        return
+    if model.yoco_window is None:
+        raise ValueError(f"yoco_prefill_truncation_mode must be off for this model, got {mode!r}")
+    window, needed = model.yoco_window
+    backtracking = max(needed, config.max_backtracking_tokens or 0)
+    if keep is None or keep < window + backtracking:
+        raise ValueError(
+            f"yoco_prefill_keep_tokens must be at least {window + backtracking} (sliding_window {window} + "
+            f"max_backtracking_tokens {backtracking}) in mode {mode!r}, got {keep}"
+        )
+
+
 class ModelRunner:
     """Owns the caches. `num_blocks` counts the null block."""
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
+        check_truncation(model, config)
         self.model = model
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_position_embeddings

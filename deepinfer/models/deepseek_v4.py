@@ -54,6 +54,7 @@ class DeepseekV4:
         self.norm = weights.pop("norm.weight")
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.default_cache_dtype = self.dtype
+        self.yoco_window: tuple[int, int] | None = None
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.head = weights.pop("head.weight").to(self.wide)
         self.head_fn, self.head_base, self.head_scale = (

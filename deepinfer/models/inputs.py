@@ -21,6 +21,9 @@ class ModelInputs:
         block_tables: int32 [S, max_blocks], padded with the null block 0.
         state_slots: int32 [S].
         logits_rows: int64 [R], rows of the flattened tokens whose logits are wanted.
+        keep_from: int32 [S], position from which a sequence's rows run the decoder layers (YoCo truncation, see
+            models/layers/yoco.py); logits_rows lie at or after it. None: all rows run all layers.
+        drop_rows: whether the rows before keep_from leave the step (compact), or stay and are hidden (mask).
     """
 
     is_prefill: bool
@@ -31,6 +34,8 @@ class ModelInputs:
     block_tables: Tensor
     state_slots: Tensor
     logits_rows: Tensor
+    keep_from: Tensor | None = None
+    drop_rows: bool = False
 
     def slot_mapping(self, block_size: int) -> Tensor:
         """int64 [N]: physical token slot of every query token, block * block_size + offset."""

@@ -243,6 +243,7 @@ class Context:
     shared: SharedKV = field(default_factory=SharedKV)
     image_span: Tensor | None = None  # bool [B, T]
     trace: dict[str, Tensor] | None = None
+    keep_from: int = 0
 
     def note(self, name: str, value: Tensor) -> None:
         if self.trace is not None:
@@ -296,7 +297,11 @@ def attention(y: Tensor, w: Weights, name: str, plan: LayerPlan, context: Contex
     if numerics.quantize_kv:
         window = round_trip(window, fp8_round_trip)
     distance = torch.arange(length, device=y.device)[:, None] - torch.arange(length, device=y.device)
-    mask = ((distance >= 0) & (distance < config.sliding_window)).expand(batch, -1, -1)
+    mask = (distance >= 0) & (distance < config.sliding_window)
+    if plan.layer_id >= config.num_encoder_layers:  # bounded replay: the kept span does not look behind its start
+        kept = torch.arange(length, device=y.device) >= context.keep_from
+        mask = mask & (kept | ~kept[:, None])
+    mask = mask.expand(batch, -1, -1)
     keys = window
 
     if plan.is_kv_source:
@@ -403,6 +408,7 @@ def forward(
     trace: dict[str, Tensor] | None = None,
     return_hidden: bool = False,
     run_block: Callable[..., tuple[Tensor, Tensor]] = block,
+    keep_from: int = 0,
 ) -> Tensor:
     """Logits of every position.
 
@@ -415,6 +421,7 @@ def forward(
         trace: filled with intermediate tensors (index scores, selections, chosen experts, DSpark taps).
         return_hidden: return the final normed hidden states [B, T, D] instead of logits.
         run_block: runs one layer (training wraps it in activation checkpointing).
+        keep_from: first position that the decoder layers run (YoCo truncation); logits before it mean nothing.
 
     Returns:
         float [B, T, vocab] in at least float32.
@@ -424,7 +431,15 @@ def forward(
     ropes = {
         kind: rope_table(rope_frequencies(config, kind), length, compute).to(tokens.device) for kind in (False, True)
     }
-    context = Context(config, numerics or Numerics(), ops or ReferenceOps(), ropes, image_span=image_span, trace=trace)
+    context = Context(
+        config,
+        numerics or Numerics(),
+        ops or ReferenceOps(),
+        ropes,
+        image_span=image_span,
+        trace=trace,
+        keep_from=keep_from,
+    )
     e = input_embeddings if input_embeddings is not None else F.embedding(tokens, weights["embed.weight"])
     h = e.unsqueeze(2).expand(-1, -1, config.hc_mult, -1)
     p_prev = torch.zeros(config.hc_mult, dtype=compute, device=tokens.device)

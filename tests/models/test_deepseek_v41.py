@@ -44,8 +44,8 @@ class Driver:
             cache.view(torch.uint8).fill_(0xFF)
         self.computed = [0] * len(lengths)
 
-    def step(self, sequences: list[torch.Tensor], chunk: dict[int, int], is_prefill: bool) -> dict[int, torch.Tensor]:
-        """Run chunk[i] more tokens of each sequence i -> logits of all its rows."""
+    def inputs(self, sequences: list[torch.Tensor], chunk: dict[int, int], is_prefill: bool) -> ModelInputs:
+        """Inputs for chunk[i] more tokens of each sequence i, with logits of all rows."""
         ids, positions, starts = [], [], [0]
         for i, n in chunk.items():
             span = torch.arange(self.computed[i], self.computed[i] + n)
@@ -54,7 +54,7 @@ class Driver:
             starts.append(starts[-1] + n)
             self.computed[i] += n
         picked = torch.tensor(list(chunk))
-        inputs = ModelInputs(
+        return ModelInputs(
             is_prefill=is_prefill,
             token_ids=torch.cat(ids),
             positions=torch.cat(positions),
@@ -64,8 +64,13 @@ class Driver:
             state_slots=self.slots[picked],
             logits_rows=torch.arange(starts[-1]),
         )
+
+    def step(self, sequences: list[torch.Tensor], chunk: dict[int, int], is_prefill: bool) -> dict[int, torch.Tensor]:
+        """Run chunk[i] more tokens of each sequence i -> logits of all its rows that want them."""
+        inputs = self.inputs(sequences, chunk, is_prefill)
         logits = self.model.forward(inputs, self.caches)
-        return dict(zip(chunk, logits.split(list(chunk.values())), strict=True))
+        owner = torch.searchsorted(inputs.query_start[1:].long(), inputs.logits_rows, right=True)
+        return {i: logits[owner == place] for place, i in enumerate(chunk)}
 
 
 def run_and_compare(config, weights, model, cache_dtype, lengths, chunks, decode, seed, numerics, tolerance):

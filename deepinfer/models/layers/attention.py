@@ -42,7 +42,7 @@ class Attention:
         sharing: Sharing,
         quantize_activations: bool,
     ) -> Tensor:
-        """y [N, D], mixed and normed -> [N, D]."""
+        """y [N, D], mixed and normed -> [N, D]. A KV source's compressor has run on this step's rows before."""
         plan, eps = self.plan, config.rms_norm_eps
         rotation = step.rotations[plan.compress_ratio > 0]
         qr, kv = quantized_linear(y, self.wq_a_wkv, quantize_activations).split(
@@ -54,8 +54,6 @@ class Attention:
         kv = ops.rms_norm(kv, self.kv_norm, eps)
         kv = ops.rope(kv.unsqueeze(1), rotation.cos, rotation.sin, False).squeeze(1)
 
-        if self.compressor is not None:
-            self.compressor.forward(y, step, caches)
         if self.indexer is not None:
             self.indexer.forward(y, qr, config, step, caches, sharing, quantize_activations)
         latents = caches.blocks.latents[plan.kv_owner] if plan.compress_ratio else None

@@ -39,9 +39,8 @@ class HCLazyPostData:
 
     def rows(self, index: Tensor) -> HCLazyPostData:
         """Only some rows."""
-        if self.y is None or self.post is None or self.comb is None:
-            return HCLazyPostData(self.h[index])
-        return HCLazyPostData(self.h[index], self.y[index], self.post[index], self.comb[index])
+        pending = (None if part is None else part[index] for part in (self.y, self.post, self.comb))
+        return HCLazyPostData(self.h[index], *pending)
 
     def with_output(self, y: Tensor) -> HCLazyPostData:
         """The same streams and coefficients with the sub-layer's output."""

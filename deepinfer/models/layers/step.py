@@ -137,8 +137,11 @@ def expand(counts: Tensor) -> tuple[Tensor, Tensor]:
     return owner, offset
 
 
-def window_plan(g: Geometry, window: int, ring: int, is_prefill: bool) -> WindowPlan:
-    """Window of `window` tokens, kept in rings of `ring` slots (at least `window`)."""
+def window_plan(g: Geometry, window: int, ring: int, is_prefill: bool, oldest: Tensor | None = None) -> WindowPlan:
+    """Window of `window` tokens, kept in rings of `ring` slots (at least `window`).
+
+    oldest: int64 [N], in a prefill step the first position that each row may see; None: 0.
+    """
     wanted = g.positions.unsqueeze(1) + torch.arange(1 - window, 1, device=g.positions.device)  # [N, W]
     ring_base = (g.state_slots * ring)[g.owner]
     if not is_prefill:
@@ -153,7 +156,7 @@ def window_plan(g: Geometry, window: int, ring: int, is_prefill: bool) -> Window
     from_new = len(previous_slots) + g.row_of(owner, wanted)
     from_previous = (first_previous + num_previous)[g.owner].unsqueeze(1) + wanted - start
     slots = torch.where(wanted >= start, from_new, from_previous)
-    slots = torch.where(wanted >= 0, slots, -1)
+    slots = torch.where(wanted >= (0 if oldest is None else oldest.unsqueeze(1)), slots, -1)
     stored_rows = torch.where(g.positions >= g.context[g.owner] - ring)[0]
     stored_slots = ring_base[stored_rows] + g.positions[stored_rows] % ring
     return WindowPlan(False, slots.to(torch.int32), previous_slots, stored_rows, stored_slots)

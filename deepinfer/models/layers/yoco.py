@@ -1,0 +1,57 @@
+"""YoCo truncation: which rows of a prefill step run the decoder layers (spec: model, section 5, "CED / YOCO").
+
+The decoder layers, from the last KV source on, read the compressed KV that this source wrote for every token, and their
+own sliding windows. So the tokens of a prompt before `keep_from` may leave the step once that compressor has seen them:
+nobody wants their logits, and decoding never reads their window entries. A kept row at position i then sees window keys
+[max(keep_from, i - W + 1), i]: bounded replay, an approximation that the model was trained for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deepinfer.config.model import ModelConfig
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.layers.step import Geometry, Rotation, StepMetadata, window_plan
+
+
+@dataclass(frozen=True)
+class DecoderHalf:
+    """What the decoder layers run on. Rows that a draft head taps would be added here."""
+
+    rows: Tensor  # int64 [M] rows of the step that go on
+    step: StepMetadata  # the same step for these rows
+
+
+def decoder_half(step: StepMetadata, config: ModelConfig) -> DecoderHalf:
+    """The decoder layers' part of a prefill step whose inputs have `keep_from`: rows at or after it, or all (mask)."""
+    inputs = step.inputs
+    assert inputs.keep_from is not None
+    keep_from = inputs.keep_from.long()[step.sequence_of_row.long()]
+    is_kept = inputs.positions >= keep_from
+    rows = torch.where(is_kept | (not inputs.drop_rows))[0]
+    oldest = torch.where(is_kept, keep_from, 0)[rows]
+    narrowed = narrow_inputs(inputs, rows)
+    decoder = replace(
+        step,
+        inputs=narrowed,
+        sequence_of_row=step.sequence_of_row[rows],
+        rotations={kind: Rotation(r.cos[rows], r.sin[rows]) for kind, r in step.rotations.items()},
+        window=window_plan(Geometry.of(narrowed), config.sliding_window, config.ring_size, True, oldest),
+        compression={ratio: replace(plan, visible=plan.visible[rows]) for ratio, plan in step.compression.items()},
+    )
+    return DecoderHalf(rows, decoder)
+
+
+def narrow_inputs(inputs: ModelInputs, rows: Tensor) -> ModelInputs:
+    """The same step with only some of its rows (int64 [M], ascending; a sequence keeps its last ones, or none)."""
+    return replace(
+        inputs,
+        token_ids=inputs.token_ids[rows],
+        positions=inputs.positions[rows],
+        query_start=torch.searchsorted(rows, inputs.query_start.long()).to(torch.int32),
+        logits_rows=torch.searchsorted(rows, inputs.logits_rows),
+    )
