@@ -1,9 +1,13 @@
 """Cutting long texts and remembering segments must never change a token ID."""
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import deepinfer
 from deepinfer.recipe import Tokenizer, encode_prompt, render_chat
 from deepinfer.recipe.segments import PIECE_CHARS, SegmentCache, can_be_cut, cut
 
@@ -41,12 +45,13 @@ PARTS = st.sampled_from(
 
 @given(text=st.lists(PARTS | st.text(max_size=3), min_size=1, max_size=60).map("".join), size=st.integers(1, 12))
 @settings(max_examples=400, deadline=None)
-def test_pieces_give_the_ids_of_the_whole(deepseek_tokenizer: Tokenizer, text: str, size: int) -> None:
+def test_pieces_give_the_ids_of_the_whole(
+    nano_tokenizer: Tokenizer, tokenizer_of_vectors: Tokenizer | None, text: str, size: int
+) -> None:
     pieces = cut(text, size)
     assert "".join(pieces) == text and all(len(piece) >= size for piece in pieces[:-1])
-    assert [i for piece in pieces for i in deepseek_tokenizer.encode_text(piece)] == deepseek_tokenizer.encode_text(
-        text
-    )
+    for tokenizer in filter(None, (nano_tokenizer, tokenizer_of_vectors)):
+        assert [i for piece in pieces for i in tokenizer.encode_text(piece)] == tokenizer.encode_text(text)
 
 
 def test_a_long_message_is_cut_and_keeps_its_ids(nano_tokenizer: Tokenizer) -> None:
@@ -55,10 +60,12 @@ def test_a_long_message_is_cut_and_keeps_its_ids(nano_tokenizer: Tokenizer) -> N
     assert nano_tokenizer.encode_texts([text]) == [nano_tokenizer.encode_text(text)]
 
 
-def test_other_ways_of_splitting_words_are_not_cut(small_definition: dict, deepseek_definition: dict) -> None:
-    assert can_be_cut(deepseek_definition) and not can_be_cut(small_definition)
-    assert not can_be_cut({**deepseek_definition, "normalizer": {"type": "NFC"}})
-    assert not can_be_cut({**deepseek_definition, "pre_tokenizer": None})
+def test_other_ways_of_splitting_words_are_not_cut(small_definition: dict) -> None:
+    path = Path(deepinfer.__file__).parent / "checkpoints" / "nano" / "tokenizer.json"
+    nano = json.loads(path.read_text(encoding="utf-8"))
+    assert can_be_cut(nano) and not can_be_cut(small_definition)
+    assert not can_be_cut({**nano, "normalizer": {"type": "NFC"}})
+    assert not can_be_cut({**nano, "pre_tokenizer": None})
 
 
 def test_only_the_tail_of_a_longer_conversation_is_encoded(
