@@ -1,6 +1,6 @@
 """One system of the throughput benchmark in its own process, so that peak memories compare.
 
-Reads JSON lines {"workload": name, "variant": name} and answers {"seconds", "peak_bytes"} each.
+Reads JSON lines {"workload": name, "variant": name} and answers {"seconds", "cpu_seconds", "peak_bytes"} each.
 
     python -m deepinfer.bench.worker deepinfer
 """
@@ -104,9 +104,13 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         work = workload(request["workload"])
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         run(work, request["variant"])
-        answer = {"seconds": time.perf_counter() - started, "peak_bytes": peak_bytes()}
+        answer = {
+            "seconds": time.perf_counter() - started,
+            "cpu_seconds": time.process_time() - cpu_started,
+            "peak_bytes": peak_bytes(),
+        }
         print(json.dumps(answer), file=answers, flush=True)
 
 

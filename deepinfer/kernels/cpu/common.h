@@ -102,10 +102,10 @@ INLINE void scale_rows(const float *x, const float *w, float factor, i64 n, floa
 #endif
 
 // R x 4 dot products of length k. One accumulator a pair, so a result does not depend on the tile it was computed in.
-enum { TILE_COLUMNS = 4, TILE_ROWS = LANES == 16 ? 4 : 2 };  // what the vector registers hold
+enum { TILE_COLUMNS = 4, TILE_ROWS = LANES == 16 ? 6 : 3 };  // what the vector registers hold
 INLINE void dot_tile(const int R, const float *const *a, const float *const *b, i64 k, float *out, i64 ld, int columns) {
     vec acc[TILE_ROWS][4];
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) acc[r][c] = (vec){0};
@@ -114,7 +114,7 @@ INLINE void dot_tile(const int R, const float *const *a, const float *const *b, 
         vec bv[4];
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) bv[c] = load(b[c] + i);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
             vec av = load(a[r] + i);
             IN_REGISTER(av);
@@ -122,7 +122,7 @@ INLINE void dot_tile(const int R, const float *const *a, const float *const *b, 
             for (int c = 0; c < 4; c++) acc[r][c] += av * bv[c];
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
         float sums[4];
         sum_lanes4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], sums);
@@ -141,9 +141,18 @@ static inline __attribute__((unused)) void dots(
         const int width = (int)MIN(TILE_COLUMNS, columns - c);
         const float *bs[TILE_COLUMNS];
         for (int i = 0; i < TILE_COLUMNS; i++) bs[i] = b + (c + MIN(i, width - 1)) * ldb;
-        i64 r = 0;
-        for (; r + TILE_ROWS <= rows; r += TILE_ROWS) dot_tile(TILE_ROWS, a + r, bs, k, out + r * ldo + c, ldo, width);
-        for (; r + 2 <= rows; r += 2) dot_tile(2, a + r, bs, k, out + r * ldo + c, ldo, width);
-        for (; r < rows; r++) dot_tile(1, a + r, bs, k, out + r * ldo + c, ldo, width);
+        for (i64 r = 0; r < rows; r += TILE_ROWS) {
+            float *to = out + r * ldo + c;
+            switch (MIN(TILE_ROWS, rows - r)) {  // R must be a constant for the accumulators to stay in registers
+            case 1: dot_tile(1, a + r, bs, k, to, ldo, width); break;
+            case 2: dot_tile(2, a + r, bs, k, to, ldo, width); break;
+            case 3: dot_tile(3, a + r, bs, k, to, ldo, width); break;
+#if LANES == 16
+            case 4: dot_tile(4, a + r, bs, k, to, ldo, width); break;
+            case 5: dot_tile(5, a + r, bs, k, to, ldo, width); break;
+            case 6: dot_tile(6, a + r, bs, k, to, ldo, width); break;
+#endif
+            }
+        }
     }
 }

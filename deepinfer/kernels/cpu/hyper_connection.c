@@ -1,7 +1,7 @@
-// mHC: post-mix of one sub-layer, coefficients and pre-mix of the next, and its RMSNorm, four rows at a time.
+// mHC: post-mix of one sub-layer, coefficients and pre-mix of the next, and its RMSNorm, six rows at a time.
 #include "common.h"
 
-enum { MAX_HC = 8, ROWS = 4 };
+enum { MAX_HC = 8, ROWS = 6 };
 
 static void post_mix(const float *h, const float *y, const float *post, const float *comb, i64 hc, i64 dim, float *out) {
     for (i64 j = 0; j < hc; j++) {
