@@ -58,7 +58,7 @@ class Sequence:
         self.token_ids.append(token_id)
         params, num_output = self.params, self.num_output_tokens
         golden = params.golden_token_ids
-        if golden is None and num_output >= params.min_tokens:
+        if golden is None:  # before min_tokens the sampler makes these tokens impossible
             if token_id in params.stop_token_ids:
                 self.finish_reason, self.stop_reason = "stop", token_id
                 return
