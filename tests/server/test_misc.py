@@ -115,3 +115,18 @@ def test_a_stopped_server_drains_or_refuses(checkpoint: Path, seconds: int, stat
     else:
         assert "shutting down" in answers[0].json()["error"]["message"]
     assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
+
+
+def test_a_config_file_gives_the_options_and_the_command_line_wins(checkpoint: Path, tmp_path: Path) -> None:
+    config = tmp_path / "server.yaml"
+    config.write_text("max-model-len: 512\nmax_num_seqs: 4\napi-key: [one, two]\nserved-model-name: from-file\n")
+    server = start_server(checkpoint, "--config", str(config), "--served-model-name", "from-the-command-line")
+    try:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        for key in ("one", "two"):
+            answer = httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+            (model,) = answer.json()["data"]
+            assert (model["id"], model["max_model_len"]) == ("from-the-command-line", 512)
+    finally:
+        server.process.terminate()
+        server.process.wait(timeout=60)
