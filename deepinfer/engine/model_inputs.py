@@ -1,6 +1,7 @@
 """Builds the inputs of a forward step (deepinfer/models/inputs.py) from a scheduled batch."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,20 +31,18 @@ def build_model_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInpu
         token_ids = np.array([s.token_ids[-1] for s in sequences], np.int64)
         positions = starts
         logits_rows = np.arange(len(sequences))
-    arrays = (
-        token_ids,
-        positions,
-        query_start,
-        (starts + counts).astype(np.int32),
-        _block_tables(batch),
-        np.array([s.state_slot for s in sequences], np.int32),
-        logits_rows,
-    )
     keep_from = _keep_from(batch, config)
+    on_device = partial(_to_device, device=config.device)
     return ModelInputs(
-        batch.is_prefill,
-        *(_to_device(a, config.device) for a in arrays),
-        keep_from=None if keep_from is None else _to_device(keep_from, config.device),
+        is_prefill=batch.is_prefill,
+        token_ids=on_device(token_ids),
+        positions=on_device(positions),
+        query_start=on_device(query_start),
+        context_lens=on_device((starts + counts).astype(np.int32)),
+        block_tables=on_device(_block_tables(batch)),
+        state_slots=on_device(np.array([s.state_slot for s in sequences], np.int32)),
+        logits_rows=on_device(logits_rows),
+        keep_from=None if keep_from is None else on_device(keep_from),
         drop_rows=config.yoco_prefill_truncation_mode == "compact",
     )
 

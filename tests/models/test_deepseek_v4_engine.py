@@ -65,3 +65,8 @@ def test_packed_caches_and_blocks_that_cut_groups_are_refused(checkpoint: Path) 
         load_engine(checkpoint, EngineConfig(kv_cache_dtype="fp8"))
     with pytest.raises(ValueError, match="block_size is 64, allowed: a multiple of the ratio 128"):
         load_engine(checkpoint, EngineConfig(block_size=64))
+
+
+def test_truncating_a_prefill_without_decoder_half_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="yoco_prefill_truncation_mode must be off for this model, got 'mask'"):
+        load_engine(checkpoint, EngineConfig(yoco_prefill_truncation_mode="mask", yoco_prefill_keep_tokens=1000))
