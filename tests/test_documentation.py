@@ -57,7 +57,8 @@ def test_the_table_of_routes_is_complete() -> None:
 
 
 def test_the_results_tables_are_current() -> None:
-    assert update_documents(ROOT, load_all(ROOT / "benchmarks" / "results"), write=False) == []
+    stale = update_documents(ROOT, load_all(ROOT / "benchmarks" / "results"), write=False)
+    assert stale == [], "run `deepinfer bench report --update` and commit the documents"
 
 
 @pytest.mark.skipif(not list(NANO.glob("*.safetensors")), reason="the nano weights are not in this checkout")
