@@ -28,5 +28,5 @@ def test_values_are_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="DEEPINFER_CHECK_INTEGRITY='maybe'.*true"):
         envs.get("DEEPINFER_CHECK_INTEGRITY")
     monkeypatch.setenv("DEEPINFER_KERNELS", "fast")
-    with pytest.raises(ValueError, match="DEEPINFER_KERNELS='fast': must be auto or reference"):
+    with pytest.raises(ValueError, match="DEEPINFER_KERNELS='fast': must be one of auto, reference"):
         envs.get("DEEPINFER_KERNELS")
