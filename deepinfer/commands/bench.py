@@ -5,9 +5,11 @@ from pathlib import Path
 
 import typer
 
+from deepinfer.commands import bench_serve
 from deepinfer.commands.options import examples, parse_numbers
 
 app = typer.Typer(help="Measure this machine, and print what was measured.", no_args_is_help=True)
+bench_serve.register(app)
 
 
 def _run(module: str, arguments: list[str]) -> None:
@@ -26,6 +28,16 @@ _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
 def throughput(context: typer.Context) -> None:
     """Tokens per second of the engine, beside `transformers` on a model of the same shape."""
     _run("throughput", context.args)
+
+
+@app.command(
+    context_settings=_FORWARD,
+    add_help_option=False,
+    epilog=examples("deepinfer bench yoco", "deepinfer bench yoco --device cuda --repeats 5"),
+)
+def yoco(context: typer.Context) -> None:
+    """Time and memory of a long prefill with YoCo truncation, beside the full one."""
+    _run("yoco", context.args)
 
 
 @app.command(epilog=examples("deepinfer bench latency", "deepinfer bench latency --batch-sizes 1,32 --save"))
