@@ -41,10 +41,15 @@ static void sinkhorn(float *c, i64 hc, int iterations, float eps) {
 
 // The same for hc = 4, a row a vector: one permutation a sum instead of four loads.
 typedef float vec4 __attribute__((vector_size(16)));
+#ifdef __clang__
+#define PERMUTE4(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
 typedef int32_t ivec4 __attribute__((vector_size(16)));
+#define PERMUTE4(v, ...) __builtin_shuffle(v, (ivec4){__VA_ARGS__})
+#endif
 INLINE vec4 sum4(vec4 v) {
-    v += __builtin_shuffle(v, (ivec4){1, 0, 3, 2});
-    return v + __builtin_shuffle(v, (ivec4){2, 3, 0, 1});
+    v += PERMUTE4(v, 1, 0, 3, 2);
+    return v + PERMUTE4(v, 2, 3, 0, 1);
 }
 static void sinkhorn4(float *c, int iterations, float eps) {
     vec4 row[4];
