@@ -1,0 +1,84 @@
+"""Building the C kernels: cached by content, safe for many processes, and never fatal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from deepinfer.kernels.cpu import build
+
+USE = """
+import torch
+from deepinfer.kernels import ops
+from deepinfer.kernels.cpu import cpu_backend_status
+y = ops.rms_norm(torch.tensor([[3.0, 4.0] * 8]), torch.ones(16), 0.0)
+torch.testing.assert_close(y[0, :2], torch.tensor([3.0, 4.0]) / 12.5**0.5)
+print(int(cpu_backend_status().active), cpu_backend_status().detail)
+"""
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C compiler here")
+
+
+def use_kernels(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh process that runs one kernel with its library cache at `cache`."""
+    values = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPINFER_CACHE_DIR": str(cache), **environment}
+    return subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, env=values, timeout=120)
+
+
+@needs_compiler
+def test_builds_once_and_is_cached(tmp_path):
+    first = use_kernels(tmp_path)
+    assert first.returncode == 0 and first.stdout.startswith("1 "), first.stderr
+    (library,) = tmp_path.iterdir()
+    before = library.stat()
+    second = use_kernels(tmp_path)
+    assert second.stdout == first.stdout
+    assert library.stat().st_mtime_ns == before.st_mtime_ns and library.stat().st_ino == before.st_ino
+
+
+@needs_compiler
+def test_many_processes_build_at_once(tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(use_kernels, [tmp_path] * 4))
+    assert [r.returncode for r in results] == [0] * 4
+    assert len({r.stdout for r in results}) == 1 and results[0].stdout.startswith("1 ")
+    assert [p.suffix for p in tmp_path.iterdir()] == [".so"]  # no temporary left behind
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
+def test_without_a_working_compiler_the_references_run(tmp_path, compiler):
+    result = use_kernels(tmp_path, CC=compiler)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("0 ")
+    assert result.stderr.count("CPU kernels run in PyTorch") == 1
+    assert "Traceback" not in result.stderr
+
+
+@needs_compiler
+def test_unwritable_cache_is_reported_not_raised(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    result = use_kernels(blocked)
+    assert result.returncode == 0 and "cannot write" in result.stdout
+
+
+@needs_compiler
+def test_truncated_library_is_rebuilt(tmp_path):
+    """A library that cannot be loaded (a full disk, a copied home) does not disable the kernels for good."""
+    library = build.libraries()[0].name
+    (tmp_path / library).write_bytes(b"\x7fELF")
+    result = use_kernels(tmp_path)
+    assert result.stdout.startswith("1 "), result.stderr
+
+
+@needs_compiler
+@pytest.mark.parametrize("index", range(len(build.VARIANTS)))
+def test_every_variant_compiles(tmp_path, index):
+    """Also the ones for compilers without OpenMP or -march=native, and without a warning treated as an error."""
+    target = tmp_path / "kernels.so"
+    build.build(index, target)
+    assert target.stat().st_size > 10_000
