@@ -64,12 +64,13 @@ def check_promises(request: ConversationRequest) -> None:
     """Refuse what recipe can write into a prompt but nothing here can keep yet."""
     for number, tool in enumerate(request.conversation.tools):
         if tool.strict:
-            message = "strict tools are not supported: structured output is not enforced yet"
-            raise ApiError(message, param=f"tools[{number}].function.strict", code="unsupported_parameter")
-    for number, message in enumerate(request.conversation.messages):
-        if any(not isinstance(part, str) for part in message.content):
-            refused = "images are not supported: this model reads text only"
-            raise ApiError(refused, param=f"messages[{number}].content", code="unsupported_parameter")
+            refused = "strict tools are not supported: structured output is not enforced yet"
+            raise ApiError(refused, param=f"tools[{number}].function.strict", code="unsupported_parameter")
+    for message in request.conversation.messages:
+        for part in message.content:
+            if not isinstance(part, str):
+                refused = "images are not supported: only text is read so far"
+                raise ApiError(refused, param=part.path.lstrip(".") or "messages", code="unsupported_parameter")
 
 
 def _thinking_of_template(raw: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /v1/chat/completions/render: what the model would see, without running it."""
+"""POST /tokenize, /detokenize and the render routes: what the model would see, without running it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from fastapi import APIRouter, Request
 
 from deepinfer.server.body import read_json, request_schema, validate
 from deepinfer.server.chat import prepare_chat
+from deepinfer.server.completions import encode_prompts
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.logprobs import token_text
-from deepinfer.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from deepinfer.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deepinfer.server.state import server_state
 
 router = APIRouter()
@@ -62,3 +63,18 @@ async def render_chat(request: Request) -> dict[str, Any]:
         "token_ids": prepared.token_ids,
         "control_ranges": prepared.prompt.control_ranges,
     }
+
+
+@router.post("/v1/completions/render", openapi_extra=request_schema(CompletionRequest))
+async def render_completion(request: Request) -> dict[str, Any]:
+    """The prompts of a completion request: token IDs, and their text with control tokens by their spelling."""
+    state = server_state(request)
+    body = validate(CompletionRequest, await read_json(request))
+    state.check_model(body.model)
+    try:
+        prompts = encode_prompts(state, body)
+        texts = [state.text.tokenizer.decode(token_ids) for token_ids in prompts]
+    except ValueError as error:
+        raise from_value_error(error, "prompt") from None
+    rendered = [{"prompt": text, "token_ids": token_ids} for text, token_ids in zip(texts, prompts, strict=True)]
+    return {"model": state.text.name, "prompts": rendered}

@@ -187,3 +187,14 @@ def test_parallel_requests_do_not_disturb_each_other(server: Server, llm: LLM) -
             return await asyncio.gather(*(one(client, prompt, i % 2 == 0) for i, prompt in enumerate(prompts)))
 
     assert asyncio.run(all_of_them()) == expected
+
+
+def test_render_shows_the_prompts(server: Server, llm: LLM) -> None:
+    body = {"model": MODEL, "prompt": [PROMPT, "<think>"]}
+    rendered = server.http.post("/v1/completions/render", json=body).json()["prompts"]
+    assert llm.tokenizer is not None
+    for text, prompt in zip(body["prompt"], rendered, strict=True):
+        assert prompt["token_ids"] == [0, *llm.tokenizer.encode_text(text)]
+        assert prompt["prompt"] == "<｜begin▁of▁sentence｜>" + text
+    bad = server.http.post("/v1/completions/render", json={"model": MODEL, "prompt": [9999]})
+    assert bad.status_code == 400 and bad.json()["error"]["param"] == "prompt"

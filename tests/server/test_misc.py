@@ -85,8 +85,8 @@ def test_paths_that_clients_make_up_are_not_metric_labels(server: Server) -> Non
 def test_the_description_of_the_api_lists_every_route(server: Server) -> None:
     document = server.http.get("/openapi.json").json()
     assert set(document["paths"]) == {
-        "/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions", "/v1/models", "/v1/models/{name}",
-        "/tokenize", "/detokenize", "/health", "/ping", "/version", "/metrics",
+        "/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions", "/v1/completions/render",
+        "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize", "/health", "/ping", "/version", "/metrics",
     }  # fmt: skip
     assert not re.search(r'"\$ref": "#/\$defs', str(document))
     schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -42,6 +42,7 @@ PATHS = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions/render": {"prompt": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [50]},
 }
