@@ -1,5 +1,6 @@
 """Every DEEPINFER_* environment variable, typed, in one table. Read when used, so tests can change them."""
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,16 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _number(parse: Callable[[str], Any], low: float, low_open: bool = False) -> Callable[[str], Any]:
+    def parse_number(text: str) -> Any:
+        value = parse(text)
+        if not low <= value < math.inf or (low_open and value == low):
+            raise ValueError(f"must be {'above' if low_open else 'at least'} {low}")
+        return value
+
+    return parse_number
+
+
 # name -> (parser, default, meaning)
 VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "DEEPINFER_API_KEY": (str, None, "key that clients of the server must send"),
@@ -32,6 +43,11 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     ),
     "DEEPINFER_CHECK_INTEGRITY": (_bool, False, "check queues, blocks and slots after every step (slow)"),
     "DEEPINFER_DEBUG": (_bool, False, "show the traceback of an error on the command line"),
+    "DEEPINFER_GC_INTERVAL_STEP": (
+        _number(int, 0),
+        1000,
+        "steps between garbage collections of a busy engine; 0 leaves Python's collector as it is",
+    ),
     "DEEPINFER_KERNELS": (
         _choice("auto", "reference"),
         "auto",
@@ -42,6 +58,12 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         None,
         "tokens of a sequence that speculation may take back; default: what the model's draft head needs",
     ),
+    "DEEPINFER_PEAK_FLOPS": (_number(float, 0, True), None, "FLOP/s of the device, for MFU; default: by its name"),
+    "DEEPINFER_PROFILER_DIR": (Path, Path("deepinfer-traces"), "folder that profiler traces are written to"),
+    "DEEPINFER_PROFILER_HOST": (str, "127.0.0.1", "address of the profiler's HTTP endpoint"),
+    "DEEPINFER_PROFILER_PORT": (_number(int, 0), None, "port of the profiler's HTTP endpoint; default: no endpoint"),
+    "DEEPINFER_STATS_INTERVAL": (_number(float, 0), 10.0, "seconds between lines of statistics in the log; 0: none"),
+    "DEEPINFER_TIMERS": (_bool, False, "time the parts of a step and log their medians with the statistics"),
     "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": (
         int,
         None,

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "deepinfer"
 
 # What each part may import of deepinfer besides itself.  A new package must be added here.
 SHARED = {"errors", "envs", "params", "outputs", "config"}
-HOST = SHARED | {"engine", "models", "kernels", "sampling"}
+HOST = SHARED | {"engine", "models", "kernels", "sampling", "observability"}
 ALLOWED = {
     "errors": set(),
     "envs": set(),
@@ -22,6 +22,7 @@ ALLOWED = {
     "kernels": {"errors", "envs", "config"},
     "models": SHARED | {"kernels"},
     "sampling": SHARED | {"kernels"},
+    "observability": SHARED,
     "engine": HOST,
     "recipe": set(),
     "llm": HOST | {"recipe"},

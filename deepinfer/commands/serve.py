@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,6 +72,10 @@ def serve(
     shutdown_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds that requests in flight get to finish when the server is stopped.")
     ] = 30,
+    profiler_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, envvar="DEEPINFER_PROFILER_PORT", help="Port for profiler traces, loopback."),
+    ] = None,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
     config: Annotated[
         Path | None,
@@ -103,6 +108,8 @@ def serve(
         num_blocks=num_blocks,
         cache_memory=cache_memory,
     )
+    if profiler_port is not None:
+        os.environ["DEEPINFER_PROFILER_PORT"] = str(profiler_port)
     from deepinfer.server.launch import run_server
 
     run_server(

@@ -14,6 +14,7 @@ from functools import partial
 
 from deepinfer.engine.engine import Engine, EngineStats
 from deepinfer.errors import EngineStoppedError
+from deepinfer.observability.stats import StatsLogger
 from deepinfer.outputs import RequestOutput
 from deepinfer.params import SamplingParams
 
@@ -61,6 +62,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # engine thread only
         self._stopped: str | None = None  # why
+        engine.observer.set_wake(partial(self._inbox.put, engine.observer.before_step))
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
         self._thread.start()
 
@@ -108,6 +110,11 @@ class AsyncEngine:
         """A snapshot, read without stopping the engine."""
         return self._engine.stats()
 
+    @property
+    def statistics(self) -> StatsLogger:
+        """Rates over the latest seconds; any thread may read them."""
+        return self._engine.observer.stats
+
     def close(self) -> None:
         """Stop after the step in progress; requests still running raise EngineStoppedError in their consumers."""
         self._inbox.put(None)
@@ -128,6 +135,7 @@ class AsyncEngine:
             logger.exception("the engine loop died")
             reason = f"the engine died of {type(error).__name__}: {error}"
         self._stopped = reason
+        self._engine.observer.close()
         while not self._inbox.empty():
             command = self._inbox.get()
             if isinstance(command, partial) and command.func == self._add:

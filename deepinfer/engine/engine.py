@@ -13,10 +13,12 @@ from torch import Tensor
 
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
-from deepinfer.engine.model_inputs import build_model_inputs
+from deepinfer.engine.model_inputs import build_model_inputs, decoder_start
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
 from deepinfer.models.inputs import ModelInputs
+from deepinfer.observability.observer import Observer
+from deepinfer.observability.stats import StepStats
 from deepinfer.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.random import derive_seed
@@ -29,6 +31,8 @@ class Runner(Protocol):
     """The model side: holds weights and caches, runs one step.
 
     `num_blocks` counts the null block. The state of a sequence is reset when a step starts it at position 0.
+    For statistics a runner may also have `flops`, a FlopsEstimator, and `expert_counts`, int [layers, experts]: the
+    tokens of each expert in the latest step.
     """
 
     vocab_size: int
@@ -74,6 +78,7 @@ class Engine:
         self.num_output_tokens = 0
         self._num_arrived = 0
         self._seeds = np.random.default_rng(config.seed)
+        self.observer = Observer(config.device, getattr(runner, "flops", None))
         self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")
 
     def validate(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> None:
@@ -118,6 +123,8 @@ class Engine:
             self._num_arrived += 1
             request.sequences.append(seq)
             self.scheduler.add(seq)
+        if not self.requests:
+            self.observer.work_began()
         self.requests[request_id] = request
 
     def abort_request(self, request_id: str, index: int | None = None) -> RequestOutput | None:
@@ -137,19 +144,29 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Run one step and return the news of every request it touched; an exception fails only those requests."""
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return []
-        self._record_scheduled(batch)
+        self.observer.before_step()
+        scope = self.observer.timer.scope
+        with scope("schedule"):
+            batch = self.scheduler.schedule()
+            if batch is None:
+                return []
+            self._record_scheduled(batch)
         try:
-            logits = self.runner.run(build_model_inputs(batch, self.config))
-            sampled = sample(logits, batch.sampled, self.eos_token_ids)
+            with scope("inputs"):
+                inputs = build_model_inputs(batch, self.config)
+            with scope("forward"):
+                logits = self.runner.run(inputs)
+            with scope("sample"):
+                sampled = sample(logits, batch.sampled, self.eos_token_ids)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(batch.sequences))
             return self._fail(batch.sequences, f"{type(error).__name__}: {error}")
-        sequences = batch.sampled
-        self.scheduler.advance(batch)
-        outputs = self._postprocess(sequences, sampled)
+        with scope("postprocess"):
+            sequences = batch.sampled
+            self.scheduler.advance(batch)
+            outputs = self._postprocess(sequences, sampled)
+        with scope("observe"):
+            self.observer.after_step(self._step_stats(batch, len(sequences)))
         if self._check_integrity:
             self.scheduler.check_integrity()
         return outputs
@@ -165,6 +182,33 @@ class Engine:
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
         )
+
+    def _step_stats(self, batch: ScheduledBatch, num_sampled: int) -> StepStats:
+        """What the step that just ended did."""
+        now = self.stats()
+        num_tokens = sum(batch.num_tokens)
+        flops = None
+        if self.observer.flops is not None:
+            counts = np.array(batch.num_tokens)
+            starts = np.array([seq.num_computed for seq in batch.sequences]) - counts
+            keep_from = decoder_start(batch, self.config)
+            flops = float(self.observer.flops.step(starts, counts, num_sampled, keep_from).total)
+        return StepStats(
+            num_prompt_tokens=num_tokens if batch.is_prefill else 0,
+            num_output_tokens=num_sampled,
+            num_running=now.num_running,
+            num_waiting=now.num_waiting,
+            cache_usage=1 - now.num_free_blocks / now.num_blocks,
+            num_preemptions=now.num_preemptions,
+            flops=flops,
+            expert_counts=getattr(self.runner, "expert_counts", None),
+        )
+
+    def _forget(self, request_id: str, now: float) -> None:
+        """The request is finished."""
+        self.requests.pop(request_id).metrics.finished_time = now
+        if not self.requests:
+            self.observer.work_ended()
 
     def _record_scheduled(self, batch: ScheduledBatch) -> None:
         if not batch.is_prefill:
@@ -202,7 +246,7 @@ class Engine:
             self.scheduler.remove(finished)
             for request_id in {seq.request_id for seq in finished}:
                 if self.requests[request_id].finished:
-                    self.requests.pop(request_id).metrics.finished_time = now
+                    self._forget(request_id, now)
                     news[request_id].finished = True
         for failure in self._fail(invalid, "the model returned logits that are not finite"):
             if failure.request_id in news:
@@ -228,8 +272,7 @@ class Engine:
         self.scheduler.remove(sequences)
         outputs = [CompletionOutput(seq.index, finish_reason=reason) for seq in sequences]
         if request.finished:
-            del self.requests[request.request_id]
-            request.metrics.finished_time = time.monotonic()
+            self._forget(request.request_id, time.monotonic())
         return RequestOutput(
             request.request_id, request.prompt_token_ids, outputs, request.finished, request.metrics, error
         )

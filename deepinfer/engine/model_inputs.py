@@ -31,7 +31,7 @@ def build_model_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInpu
         token_ids = np.array([s.token_ids[-1] for s in sequences], np.int64)
         positions = starts
         logits_rows = np.arange(len(sequences))
-    keep_from = _keep_from(batch, config)
+    keep_from = decoder_start(batch, config)
     on_device = partial(_to_device, device=config.device)
     return ModelInputs(
         is_prefill=batch.is_prefill,
@@ -51,7 +51,7 @@ def _to_device(array: np.ndarray, device: str) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
-def _keep_from(batch: ScheduledBatch, config: EngineConfig) -> np.ndarray | None:
+def decoder_start(batch: ScheduledBatch, config: EngineConfig) -> np.ndarray | None:
     """First position of each sequence that runs the decoder layers, int32 [S]; None when every token of all does.
 
     Counted from the end of the prompt, not of the sequence: recomputing a preempted sequence gives the same again.

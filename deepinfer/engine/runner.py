@@ -9,8 +9,10 @@ from torch import Tensor
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.models.caches import CACHE_DTYPES
+from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.registry import Model, load_model
+from deepinfer.observability.flops import FlopsEstimator
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -47,6 +49,7 @@ class ModelRunner:
     def __init__(self, model: Model, config: EngineConfig) -> None:
         check_truncation(model, config)
         self.model = model
+        self.flops = FlopsEstimator(model.config) if isinstance(model, DeepseekV41) else None
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_position_embeddings
         self.eos_token_ids = model.eos_token_ids

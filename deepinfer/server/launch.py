@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 
 import uvicorn
@@ -31,6 +32,7 @@ def run_server(
     """
     listener = listen(host, port)  # first, so that a taken port does not cost the time of loading
     with listener:
+        show_log(log_level)
         text = load_text_engine(model, config, served_model_name)
         state = ServerState(text, Metrics(text.name), api_keys, default_thinking)
         bound_host, bound_port = listener.getsockname()[:2]
@@ -40,6 +42,17 @@ def run_server(
             create_app(state), log_level=log_level, timeout_graceful_shutdown=shutdown_timeout, lifespan="on"
         )
         uvicorn.Server(settings).run(sockets=[listener])
+
+
+def show_log(level: str) -> None:
+    """Print the engine's own log beside uvicorn's, whose settings cover only itself."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
+    log = logging.getLogger("deepinfer")
+    log.setLevel(level.upper())
+    if not log.handlers:
+        log.addHandler(handler)
+        log.propagate = False
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -7,10 +7,27 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from deepinfer.observability.stats import StatsLogger
 from deepinfer.outputs import RequestMetrics
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
+
+# Totals of the engine's statistics -> counter.
+_ENGINE_COUNTERS = {
+    "flops": ("estimated_flops_per_gpu", "Estimated floating-point operations of the target model."),
+    "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "drafts": ("spec_decode_num_drafts", "Rounds of speculative decoding."),
+    "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+}
+# Fields of WindowStats -> gauge.
+_ENGINE_GAUGES = {
+    "prompt_throughput": ("avg_prompt_throughput_toks_per_s", "Prompt tokens per second, latest 10 s."),
+    "generation_throughput": ("avg_generation_throughput_toks_per_s", "Generated tokens per second, latest 10 s."),
+    "moe_balance": ("moe_expert_balance", "Tokens of the busiest expert over the mean, latest 10 s."),
+    "mfu": ("mfu", "Model FLOPs utilisation, 0 to 1, latest 10 s."),
+}
 
 
 class Metrics:
@@ -46,6 +63,28 @@ class Metrics:
         self.http_requests = Counter(
             "http_requests", "HTTP requests answered.", ("handler", "method", "status"), registry=self.registry
         )
+
+        self._engine_gauges: dict[str, Gauge] = {}
+        self._engine_counters: dict[str, Counter] = {}
+        self._engine_totals: dict[str, float] = {}
+
+    def update(self, statistics: StatsLogger) -> None:
+        """Take over the engine's figures; those of features it does not have do not appear."""
+        window = statistics.window()
+        for name, described in _ENGINE_GAUGES.items():
+            value = getattr(window, name)
+            if name not in self._engine_gauges and value is not None:
+                self._engine_gauges[name] = self._gauge(*described)
+            if name in self._engine_gauges:
+                self._engine_gauges[name].set(value or 0.0)
+        for name, described in _ENGINE_COUNTERS.items():
+            total = statistics.totals.get(name)
+            if total is None:
+                continue
+            if name not in self._engine_counters:
+                self._engine_counters[name] = self._counter(*described)
+            self._engine_counters[name].inc(total - self._engine_totals.get(name, 0.0))
+            self._engine_totals[name] = total
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"deepinfer:{name}", text, ("model_name",), registry=self.registry).labels(self.model_name)

@@ -59,4 +59,5 @@ async def metrics(request: Request) -> Response:
     state.metrics.running.set(stats.num_running)
     state.metrics.waiting.set(stats.num_waiting)
     state.metrics.cache_usage.set(1 - stats.num_free_blocks / stats.num_blocks)
+    state.metrics.update(state.text.engine.statistics)
     return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,71 @@
+"""Observer: what an engine calls before and after a step. It bundles statistics, traces and garbage collection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from deepinfer import envs
+from deepinfer.observability.flops import FlopsEstimator
+from deepinfer.observability.memory import CollectorHold
+from deepinfer.observability.peak import peak_flops
+from deepinfer.observability.profiler import ProfilerServer, TraceCapture
+from deepinfer.observability.stats import StatsLogger, StepStats, logger
+from deepinfer.observability.timers import CPUTimer
+
+
+class Observer:
+    """One an engine, set up by environment variables (docs/observability.md).
+
+    Args:
+        device: torch device of the model, for its peak FLOP/s.
+        flops: counts FLOPs of steps; None where the model has no estimator.
+
+    Raises ValueError if the profiler's address is taken.
+    """
+
+    def __init__(self, device: str, flops: FlopsEstimator | None = None) -> None:
+        self.timer = CPUTimer(envs.get("DEEPINFER_TIMERS"))
+        self.flops = flops
+        self.stats = StatsLogger(envs.get("DEEPINFER_STATS_INTERVAL"), peak_flops=lambda: _peak_of(device))
+        self.collector = CollectorHold(envs.get("DEEPINFER_GC_INTERVAL_STEP"))
+        self.capture = TraceCapture(envs.get("DEEPINFER_PROFILER_DIR"))
+        port = envs.get("DEEPINFER_PROFILER_PORT")
+        self.profiler = None
+        if port is not None:
+            self.profiler = ProfilerServer(self.capture, envs.get("DEEPINFER_PROFILER_HOST"), port)
+
+    def set_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` makes an idle engine's thread call `capture.between_steps`."""
+        self.capture.wake = wake
+
+    def work_began(self) -> None:
+        """The first request of an idle engine arrived."""
+        self.collector.acquire()
+
+    def work_ended(self) -> None:
+        """No request is left."""
+        self.collector.release()
+
+    def before_step(self) -> None:
+        self.capture.between_steps()
+
+    def after_step(self, step: StepStats) -> None:
+        if self.stats.record(step) and self.timer.enabled:
+            times = (f"{name} {1e3 * time.median:.3f}" for name, time in self.timer.summary().items())
+            logger.info("medians in ms: %s", ", ".join(times))
+        self.capture.after_step()
+        self.collector.step()
+
+    def close(self) -> None:
+        """Give back the garbage collector and the profiler's port."""
+        self.collector.release()
+        if self.profiler is not None:
+            self.profiler.close()
+            self.profiler = None
+
+
+def _peak_of(device: str) -> float | None:
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
+    return peak_flops(device, name)
