@@ -21,6 +21,7 @@ SERVER, WORKLOAD, LOAD, SAMPLING, REPORT = "Server", "Workload", "Load", "Sampli
 
 def register(app: typer.Typer) -> None:
     app.command(
+        context_settings={"allow_extra_args": True},  # as in vLLM: `--goodput ttft:500 tpot:50`
         epilog=options.examples(
             "deepinfer bench serve --random-input-len 512 --random-output-len 64 --ignore-eos",
             "deepinfer bench serve --request-rate 4 --burstiness 0.5 --num-prompts 200 --goodput ttft:500 tpot:50",
@@ -33,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    terms: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    context: typer.Context,
     base_url: Annotated[str | None, _option(SERVER, help="Server; default: http://HOST:PORT.")] = None,
     host: Annotated[str, _option(SERVER, help="Server's address.")] = "127.0.0.1",
     port: Annotated[int, _option(SERVER, help="Server's port.")] = 8000,
@@ -108,8 +109,8 @@ def serve(
     from deepinfer.bench import serve as benchmark
     from deepinfer.bench.serve_report import parse_goodput, parse_percentiles
 
-    if terms and not goodput:  # as in vLLM, `--goodput a:1 b:2` may be followed by more terms
-        raise ValueError(f"unexpected argument {terms[0]!r}")
+    if context.args and not goodput:
+        raise ValueError(f"unexpected argument {context.args[0]!r}")
     percentiles = parse_percentiles(metric_percentiles)
     settings = benchmark.Settings(
         base_url=base_url or f"http://{host}:{port}",
@@ -140,7 +141,7 @@ def serve(
         ignore_eos=ignore_eos,
         temperature=temperature,
         extra_body=_json_object(extra_body),
-        goodput=parse_goodput([*(goodput or ()), *(terms or ())]),
+        goodput=parse_goodput([*(goodput or ()), *context.args]),
         percentiles=tuple(percentiles),
         metadata=_pairs(metadata or []),
     )
