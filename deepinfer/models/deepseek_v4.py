@@ -83,12 +83,12 @@ class DeepseekV4:
             x, post, comb = hc_enter(h, layer.ffn_hc, config)
             h = ops.hc_post(h, layer.ffn.forward(x, inputs.token_ids, config), post, comb)
         y = ops.rms_norm(self._collapse(h[inputs.logits_rows]), self.norm, config.rms_norm_eps)
-        return F.linear(y.to(self.wide), self.head)
+        return ops.linear(y.to(self.wide), self.head)
 
     def _collapse(self, h: Tensor) -> Tensor:
         """The streams [R, hc, D] weighted into one [R, D]."""
         z = h.flatten(1).to(self.wide)
-        u = F.linear(z, self.head_fn) * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        u = ops.linear(z, self.head_fn) * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         pre = torch.sigmoid(u * self.head_scale + self.head_base) + self.config.hc_eps
         return mix_in(h, pre)
 

@@ -19,7 +19,7 @@ from deepinfer.models.caches import BlockCache, Caches, StateCache, block_bytes
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.layers.attention import Attention
 from deepinfer.models.layers.compressor import Compressor
-from deepinfer.models.layers.engram import Engram, EngramHash, advance_history
+from deepinfer.models.layers.engram import BOUNDARY, Engram, EngramHash, advance_history
 from deepinfer.models.layers.hyper_connection import HCLazyPostData, HyperConnection, hc_enter
 from deepinfer.models.layers.indexer import Indexer, Sharing
 from deepinfer.models.layers.moe import Experts, MoE, StoredExperts
@@ -76,6 +76,9 @@ class DeepseekV41:
         self.head = weights.pop("head.weight").to(self.wide)
         self.frequencies = {kind: rope_frequencies(config, kind).to(self.device) for kind in (False, True)}
         self.token_map = None if token_map is None else token_map.to(self.device, torch.int64)
+        if self.token_map is not None and config.image_token_id >= 0:
+            self.token_map = self.token_map.clone()
+            self.token_map[config.image_token_id] = BOUNDARY
         self.layers = [build_layer(weights, plan, config, self.token_map, stored_experts) for plan in config.layers]
         weights.clear()
 
@@ -118,14 +121,14 @@ class DeepseekV41:
                     break  # no row of this chunk goes on
             y = layer.attention.forward(x, config, step, caches, sharing, self.quantize_activations)
             x, p_prev, lazy = hc_enter(lazy.with_output(y), pre, layer.ffn_hc, config)
-            lazy = lazy.with_output(layer.ffn.forward(x, config, self.quantize_activations))
+            lazy = lazy.with_output(layer.ffn.forward(x, step.inputs.token_ids, config, self.quantize_activations))
         rows = step.inputs.logits_rows
         return self._logits(lazy.rows(rows), p_prev[rows])
 
     def _logits(self, lazy: HCLazyPostData, p_prev: Tensor) -> Tensor:
         h = lazy.materialize().to(self.wide)
         y = ops.rms_norm((p_prev.unsqueeze(-1) * h).sum(1).to(self.dtype), self.norm, self.config.rms_norm_eps)
-        return F.linear(y.to(self.wide), self.head)
+        return ops.linear(y.to(self.wide), self.head)
 
 
 def build_layer(
@@ -196,6 +199,7 @@ def build_layer(
     ffn = MoE(
         take("ffn.gate.weight").to(wide),
         take("ffn.gate.bias").to(wide),
+        take("ffn.gate.bias_vl").to(wide),
         experts,
         torch.cat((take("ffn.shared_experts.w1.weight"), take("ffn.shared_experts.w3.weight"))),
         take("ffn.shared_experts.w2.weight"),

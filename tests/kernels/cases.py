@@ -63,6 +63,13 @@ def extreme_rows(g: torch.Generator, n: int, dim: int) -> Tensor:
     return rows
 
 
+def linear(g: torch.Generator) -> Iterator[Case]:
+    for n, k, columns in ((0, 32, 8), (1, 384, 1024), (1, 33, 5), (7, 192, 50), (40, 96, 24), (200, 64, 32)):
+        yield normal(g, n, k), normal(g, columns, k)
+    yield normal(g, 5, 96)[:, 32:], normal(g, 17, 64)
+    yield normal(g, 64, 5).T, normal(g, 17, 64)
+
+
 def rms_norm(g: torch.Generator) -> Iterator[Case]:
     for n, dim in ((0, 64), (1, 384), (7, 33), (130, 512)):
         yield normal(g, n, dim) * 3, normal(g, dim), 1e-20
@@ -280,6 +287,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         hc_post_pre,
         hc_pre,
         index_scores,
+        linear,
         load_rows,
         mask_to_candidates,
         moe_experts,

@@ -1,4 +1,4 @@
-// rms_norm, rope, swiglu.
+// linear, rms_norm, rope, swiglu.
 #include "common.h"
 
 EXPORT void rms_norm(const float *x, i64 stride, const float *weight, float eps, i64 n, i64 dim, float *out) {
@@ -38,4 +38,17 @@ EXPORT void swiglu(const float *gate_up, float limit, i64 n, i64 inner, float *o
             out[i * inner + j] = gate * sigmoid(gate) * MIN(MAX(u[j], -limit), limit);
         }
     }
+}
+
+enum { LINEAR_COLUMNS = 16 };  // of one work item
+
+EXPORT int linear(const float *x, i64 stride, const float *weight, i64 n, i64 k, i64 columns, float *out) {
+    const float **rows = malloc((n + 1) * sizeof *rows);
+    if (!rows) return 1;
+    for (i64 i = 0; i < n; i++) rows[i] = x + i * stride;
+#pragma omp parallel for if (n * k * columns > PARALLEL_WORK)
+    for (i64 c = 0; c < columns; c += LINEAR_COLUMNS)
+        dots(rows, n, weight + c * k, k, MIN(LINEAR_COLUMNS, columns - c), k, out + c, columns);
+    free(rows);
+    return 0;
 }

@@ -10,6 +10,19 @@ from deepinfer.kernels.reference import basic, engram, hyper_connection, indexer
 from deepinfer.kernels.registry import backend
 
 MAX_HC = 8  # streams that the C kernel has room for
+MAX_LINEAR_VALUES = 1 << 18  # activations that stay in a core's cache; above, PyTorch's BLAS blocks better
+
+
+@backend("linear", "cpu")
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    kernels = functions()
+    covered = x.dim() == 2 and x.dtype is torch.float32 and x.stride(1) == 1 and ready(weight)
+    if kernels is None or not covered or x.numel() > MAX_LINEAR_VALUES:
+        return NotImplemented
+    (n, k), columns = x.shape, weight.shape[0]
+    out = torch.empty(n, columns, dtype=torch.float32)
+    kernels["linear"](x.data_ptr(), x.stride(0), weight.data_ptr(), n, k, columns, out.data_ptr())
+    return out
 
 
 @backend("rms_norm", "cpu")

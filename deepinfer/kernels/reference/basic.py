@@ -1,4 +1,4 @@
-"""Norm, rotation and gated activation of flattened rows. N rows."""
+"""Linear, norm, rotation and gated activation of flattened rows. N rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels.registry import operation
+
+
+@operation
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, K] @ weight [O, K] transposed -> [N, O]."""
+    return F.linear(x, weight)
 
 
 @operation

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels import ops
@@ -29,12 +28,12 @@ class Compressor:
     def forward(self, y: Tensor, step: StepMetadata, caches: Caches) -> None:
         """Write the latents and index keys of every group that this step completes. y [N, D]."""
         plan = step.compression[self.ratio]
-        latent = F.linear(y, self.wkv) if self.ratio == 1 else self._pool(y, step, caches)
+        latent = ops.linear(y, self.wkv) if self.ratio == 1 else self._pool(y, step, caches)
         if latent.shape[0] == 0:
             return
         latent = ops.rms_norm(latent, self.norm, self.eps)
         # The index key comes from the latent before its rotation and rounding.
-        key = ops.rms_norm(F.linear(latent, self.index_wk), self.index_k_norm, self.eps)
+        key = ops.rms_norm(ops.linear(latent, self.index_wk), self.index_k_norm, self.eps)
         cos, sin = plan.rotation.cos, plan.rotation.sin
         key = ops.rope(key.unsqueeze(1), cos, sin, False).squeeze(1)
         latent = ops.rope(latent.unsqueeze(1), cos, sin, False).squeeze(1)
@@ -46,7 +45,7 @@ class Compressor:
         plan = step.compression[self.ratio]
         carry = caches.state.carry[self.layer_id]  # [slots, ratio, 2, d]
         wide = torch.promote_types(y.dtype, torch.float32)
-        ab = F.linear(y.to(wide), self.wkv.to(wide)).unflatten(-1, (2, -1))  # [N, 2, d]
+        ab = ops.linear(y.to(wide), self.wkv.to(wide)).unflatten(-1, (2, -1))  # [N, 2, d]
         carried = carry[step.state_slots].flatten(0, 1)  # [S * ratio, 2, d]
         a, b = torch.cat((ab, carried))[plan.members].unbind(2)  # [groups, ratio, d]
         carry[plan.pending_slots, plan.pending_offsets] = ab[plan.pending_rows].to(carry.dtype)

@@ -55,7 +55,8 @@ class Engram:
         ids = ops.engram_hash(ngrams, self.hash.multipliers, self.hash.primes, self.hash.offsets, self.hash.pad)
         rows = F.embedding(ids, self.table).flatten(1).to(h.dtype)
         kv = quantized_linear(rows, self.wkv, quantize_activations)
-        return ops.engram_gate(h, kv, self.weight, None, config.rms_norm_eps)
+        alive = ngrams[:, 0] >= 0 if config.image_token_id >= 0 else None  # nothing is read inside an image span
+        return ops.engram_gate(h, kv, self.weight, alive, config.rms_norm_eps)
 
 
 def advance_history(token_map: Tensor, step: StepMetadata, caches: Caches) -> Tensor:

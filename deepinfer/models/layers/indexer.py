@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
@@ -50,7 +49,7 @@ class Indexer:
         iq = ops.rope(iq, rotation.cos, rotation.sin, False)
         if keys.dtype == torch.uint8:
             iq = ops.round_trip_rows(iq, keys, RowFormat.MXFP4)
-        weights = F.linear(y, self.weights_proj) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
+        weights = ops.linear(y, self.weights_proj) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
         visible = step.compression[self.plan.compress_ratio].visible
         scores = ops.index_scores(iq, weights, keys, step.inputs.block_tables, step.sequence_of_row, visible)
         if self.plan.writes_candidates:

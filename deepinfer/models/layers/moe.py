@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
@@ -44,16 +43,20 @@ class MoE:
 
     gate: Tensor  # [E, D], at least float32
     gate_bias: Tensor  # [E], steers the choice of text tokens
+    gate_bias_vl: Tensor  # [E], the same for every position of an image span
     experts: Experts | StoredExperts
     shared_w13: Tensor  # [2I, D]
     shared_w2: Tensor  # [D, I]
 
-    def forward(self, y: Tensor, config: ModelConfig, quantize_activations: bool) -> Tensor:
-        """y [N, D] -> [N, D]; the routed sum and the shared expert meet in at least float32."""
+    def forward(self, y: Tensor, token_ids: Tensor, config: ModelConfig, quantize_activations: bool) -> Tensor:
+        """y [N, D], token_ids int64 [N] -> [N, D]; routed sum and shared expert meet in at least float32."""
         wide = torch.promote_types(y.dtype, torch.float32)
-        logits = F.linear(y.to(wide), self.gate)
+        logits = ops.linear(y.to(wide), self.gate)
+        bias = self.gate_bias
+        if config.image_token_id >= 0:  # every position of an image span carries this id
+            bias = torch.where((token_ids == config.image_token_id).unsqueeze(1), self.gate_bias_vl, bias)
         chosen, gates = ops.moe_gate(
-            logits, self.gate_bias, config.num_experts_per_tok, config.norm_topk_prob, config.routed_scaling_factor
+            logits, bias, config.num_experts_per_tok, config.norm_topk_prob, config.routed_scaling_factor
         )
         routed = self.experts.forward(y, chosen, gates, config.swiglu_limit, quantize_activations)
         z = ops.swiglu(quantized_linear(y, self.shared_w13, quantize_activations), config.swiglu_limit)

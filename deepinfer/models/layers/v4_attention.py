@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.config.model_v4 import LayerPlanV4, ModelConfigV4
@@ -37,9 +36,9 @@ class IndexerV4:
         groups, rotation = step.groups[plan.kind], step.rotations[True]
         keys = caches.blocks.index_keys[self.layer_id]
         self.compressor.forward(y, step.inputs.positions, groups, caches.state.index_carry[self.layer_id], keys)
-        iq = F.linear(qr, self.wq_b).unflatten(-1, (config.index_n_heads, -1))
+        iq = ops.linear(qr, self.wq_b).unflatten(-1, (config.index_n_heads, -1))
         iq = ops.rope(iq, rotation.cos, rotation.sin, False)
-        weights = F.linear(y, self.weights_proj) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
+        weights = ops.linear(y, self.weights_proj) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
         scores = ops.index_scores(iq, weights, keys, step.inputs.block_tables, step.sequence_of_row, groups.visible)
         if scores.shape[1] == 0:
             return None
@@ -67,9 +66,9 @@ class AttentionV4:
         """y [N, D], mixed and normed -> [N, D]."""
         plan, eps = self.plan, config.rms_norm_eps
         rotation = step.rotations[plan.compress_ratio > 0]
-        qr, kv = F.linear(y, self.wq_a_wkv).split((config.q_lora_rank, config.head_dim), -1)
+        qr, kv = ops.linear(y, self.wq_a_wkv).split((config.q_lora_rank, config.head_dim), -1)
         qr = ops.rms_norm(qr, self.q_norm, eps)
-        q = F.linear(qr, self.wq_b).unflatten(-1, (config.num_attention_heads, -1))
+        q = ops.linear(qr, self.wq_b).unflatten(-1, (config.num_attention_heads, -1))
         q = ops.rope(ops.rms_norm(q, self.q_head_norm, eps), rotation.cos, rotation.sin, False)
         kv = ops.rms_norm(kv, self.kv_norm, eps)
         kv = ops.rope(kv.unsqueeze(1), rotation.cos, rotation.sin, False).squeeze(1)
@@ -85,4 +84,4 @@ class AttentionV4:
             latents = entries if selected is not None and selected.shape[1] else None
         o = attend(q, kv, caches.state.rings[plan.layer_id], step.window, latents, selected, self.sink)
         o = ops.rope(o, rotation.cos, rotation.sin, True)
-        return F.linear(grouped_projection(o, self.wo_a), self.wo_b)
+        return ops.linear(grouped_projection(o, self.wo_a), self.wo_b)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels import ops
@@ -37,7 +36,7 @@ class CompressorV4:
 
     def _inputs(self, y: Tensor, positions: Tensor, carry: Tensor) -> Tensor:
         """(kv, gate) of every token, [N, 2, series, dim]."""
-        kv, gate = F.linear(y.to(carry.dtype), self.wkv_wgate).chunk(2, dim=-1)
+        kv, gate = ops.linear(y.to(carry.dtype), self.wkv_wgate).chunk(2, dim=-1)
         gate = gate + self.position_bias[positions % len(self.position_bias)]
         return torch.stack((kv, gate), dim=1).unflatten(-1, carry.shape[3:])
 

@@ -26,7 +26,7 @@ class MoEV4:
 
     def forward(self, y: Tensor, token_ids: Tensor, config: ModelConfigV4) -> Tensor:
         """y [N, D], token_ids int64 [N] -> [N, D]; routed sum and shared expert meet in at least float32."""
-        logits = F.linear(y.to(self.gate.dtype), self.gate)
+        logits = ops.linear(y.to(self.gate.dtype), self.gate)
         if self.experts_of_token is not None:
             chosen, gates = hash_gate(logits, self.experts_of_token[token_ids], config.routed_scaling_factor)
         else:
@@ -34,8 +34,8 @@ class MoEV4:
                 logits, self.gate_bias, config.num_experts_per_tok, config.norm_topk_prob, config.routed_scaling_factor
             )
         routed = ops.moe_experts(y, chosen, gates, self.w13, self.w2, config.swiglu_limit, False)
-        z = ops.swiglu(F.linear(y, self.shared_w13), config.swiglu_limit)
-        return (routed + F.linear(z, self.shared_w2)).to(y.dtype)
+        z = ops.swiglu(ops.linear(y, self.shared_w13), config.swiglu_limit)
+        return (routed + ops.linear(z, self.shared_w2)).to(y.dtype)
 
 
 def hash_gate(logits: Tensor, chosen: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
