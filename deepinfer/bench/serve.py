@@ -20,7 +20,7 @@ import numpy as np
 
 from deepinfer.bench import serve_workload as workload
 from deepinfer.bench.results import Record, measured
-from deepinfer.bench.serve_client import Load, Sample, Target, run_load
+from deepinfer.bench.serve_client import Load, Sample, Target, connect, run_load
 from deepinfer.bench.serve_report import summarize, table, warnings
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "timed_trace")
@@ -164,17 +164,17 @@ async def run(
     options: dict[str, Any] = {"temperature": settings.temperature}
     options |= ({"ignore_eos": True} if settings.ignore_eos else {}) | settings.extra_body  # not all servers know it
     headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(headers=headers, limits=unlimited, timeout=None) as http:
-        model = settings.model or await first_model(http, settings.server)
+    concurrency = min(settings.max_concurrency or len(requests), len(requests))
+    async with connect(max(concurrency, settings.num_warmups), headers) as clients:
+        model = settings.model or await first_model(clients[0], settings.server)
         url = settings.server + (settings.endpoint or BACKENDS[settings.backend])
         target = Target(url, model, settings.backend == "openai-chat", settings.timeout, options)
         if warm_ups := workload.warm_up_requests(requests, settings.num_warmups):
-            answers = (await run_load(http, target, warm_ups, [0.0] * len(warm_ups))).samples
+            answers = (await run_load(clients, target, warm_ups, [0.0] * len(warm_ups))).samples
             if all(sample.error for sample in answers):
                 raise ServerUnusable(f"warm-up failed: {answers[0].error}: {answers[0].message}")
         on_start(len(requests))
-        load = await run_load(http, target, requests, arrivals, settings.max_concurrency, on_done)
+        load = await run_load(clients, target, requests, arrivals, settings.max_concurrency, on_done)
     trace_times = settings.request_rate is None and any(arrivals)
     described = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),

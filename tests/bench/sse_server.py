@@ -41,6 +41,7 @@ class SseServer:
     seen: list[Seen] = field(default_factory=list)
     in_flight: int = 0
     peak: int = 0
+    connections: int = 0
     port: int = 0
 
     @property
@@ -48,6 +49,7 @@ class SseServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         try:
             while True:  # one connection, many requests
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")

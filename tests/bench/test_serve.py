@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from deepinfer.bench.results import load as load_records
-from deepinfer.bench.serve_client import Load, Sample, Target, carries_output, run_load
+from deepinfer.bench.serve_client import Load, Sample, Target, carries_output, connect, run_load
 from deepinfer.bench.serve_report import summarize, warnings
 from deepinfer.bench.serve_workload import arrival_times
 from deepinfer.cli import main
@@ -37,9 +36,9 @@ def measure(
     target = Target(server.url + path, "made-up", chat, timeout, {"temperature": 0})
 
     async def run() -> Load:
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=None) as http:
+        async with connect(count, {}) as clients:
             requests = some_requests(count, output_len)
-            return await run_load(http, target, requests, arrivals or [0.0] * count, max_concurrency, on_done)
+            return await run_load(clients, target, requests, arrivals or [0.0] * count, max_concurrency, on_done)
 
     return asyncio.run(run())
 
@@ -117,6 +116,7 @@ def test_closed_loop_keeps_its_number_in_flight() -> None:
     with running(SseServer(first_delay=0.03, gap=0.01)) as server:
         load = measure(server, count=24, max_concurrency=5)
     summary = summarize(load, {}, (99,))
+    assert server.connections == 5  # used again
     assert server.peak == 5 == summary["max_concurrent_requests"] and summary["completed"] == 24
     assert summary["mean_concurrent_requests"] > 3
     queued = [sample.queued for sample in load.samples]
@@ -146,6 +146,7 @@ def test_a_client_that_is_late_shows() -> None:
     with running(SseServer()) as server:
         load = measure(server, count=8, max_concurrency=1, on_done=lambda sample: time.sleep(0.1))
     assert max(load.loop_lags) >= 0.05
+    assert np.mean(np.array(load.loop_lags) > 0) > 0.5  # a block of 0.1 s counts as the five timers that it held up
     assert "overloaded" in warnings(summarize(load, {}, (99,)))[0]
 
 
