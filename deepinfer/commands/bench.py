@@ -61,6 +61,24 @@ def latency(
         print(f"wrote {results.save('latency', records)}")
 
 
+@app.command(epilog=examples("deepinfer bench host", "deepinfer bench host --growth-steps 100000 --save"))
+def host(
+    num_seqs: int = typer.Option(60, min=1, help="Running sequences."),
+    steps: int = typer.Option(500, min=10, help="Measured decode steps of a run."),
+    repeats: int = typer.Option(5, min=1, help="Runs; medians are reported."),
+    growth_steps: int = typer.Option(0, min=0, help="Also watch memory for this many steps; 0 does not."),
+    save: bool = typer.Option(False, "--save", help="Write benchmarks/results/host_overhead.json."),
+) -> None:
+    """What a decode step costs on the CPU beside the model."""
+    from deepinfer.bench import host_overhead, results
+
+    command = f"deepinfer bench host --num-seqs {num_seqs} --steps {steps} --repeats {repeats}"
+    command += f" --growth-steps {growth_steps}"
+    records = host_overhead.measure(num_seqs, steps, repeats, growth_steps, command)
+    if save:
+        print(f"wrote {results.save('host_overhead', records)}")
+
+
 @app.command(epilog=examples("deepinfer bench report", "deepinfer bench report throughput --update"))
 def report(
     area: str = typer.Argument("all", help="File name in benchmarks/results without .json, or `all`."),

@@ -225,11 +225,11 @@ class Engine:
         news: dict[str, RequestOutput] = {}
         finished: list[Sequence] = []
         invalid = [sequences[row] for row in sampled.invalid_rows]
+        self.num_output_tokens += len(sequences) - len(invalid)
         for seq, token_id, logprob in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
             if invalid and seq in invalid:
                 continue
             seq.append(token_id, self.eos_token_ids, self.max_model_len)
-            self.num_output_tokens += 1
             if seq.metrics.first_token_time is None:
                 seq.metrics.first_token_time = now
             completion = CompletionOutput(
@@ -238,8 +238,9 @@ class Engine:
             output = news.get(seq.request_id)
             if output is None:
                 prompt = self.requests[seq.request_id].prompt_token_ids
-                output = news[seq.request_id] = RequestOutput(seq.request_id, prompt, [], False, seq.metrics)
-            output.outputs.append(completion)
+                news[seq.request_id] = RequestOutput(seq.request_id, prompt, [completion], False, seq.metrics)
+            else:
+                output.outputs.append(completion)
             if seq.finish_reason is not None:
                 finished.append(seq)
         if finished:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.block_manager import NULL_BLOCK
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
 from deepinfer.models.inputs import ModelInputs
@@ -68,8 +69,9 @@ def _chunks(batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
 
 
 def _block_tables(batch: ScheduledBatch) -> np.ndarray:
-    width = max(len(s.block_table) for s in batch.sequences)
-    tables = np.zeros((len(batch.sequences), width), np.int32)
-    for row, seq in zip(tables, batch.sequences, strict=True):
-        row[: len(seq.block_table)] = seq.block_table
-    return tables
+    """int32 [S, longest table], padded with the null block; without a copy a sequence, which would cost most of it."""
+    tables = [s.block_table for s in batch.sequences]
+    lengths = np.array([len(table) for table in tables])
+    padded = np.full((len(tables), lengths.max()), NULL_BLOCK, np.int32)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.frombuffer(b"".join(tables), np.int32)
+    return padded

@@ -8,7 +8,8 @@ work of the target model and not counted either, so the figure suits MFU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,31 +32,12 @@ class StepFlops:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Query rows of a step: sequence i contributes positions [starts[i], ends[i])."""
-
-    starts: np.ndarray  # int64 [S]
-    ends: np.ndarray  # int64 [S]
-
-    @property
-    def counts(self) -> np.ndarray:
-        return self.ends - self.starts
-
-    @property
-    def positions(self) -> np.ndarray:
-        """int64 [N], of all rows."""
-        counts = self.counts
-        first = counts.cumsum() - counts
-        return np.arange(counts.sum()) + np.repeat(self.starts - first, counts)
-
-
-@dataclass(frozen=True)
-class Half:
-    """Layers that run for the same rows, counted once: the encoder or the decoder layers."""
+class LayerGroup:
+    """Layers that run for the same rows, summed up once: all, the encoder or the decoder layers."""
 
     num_layers: int
     num_engram: int
@@ -63,7 +45,7 @@ class Half:
     by_ratio: dict[int, tuple[int, int, int]]  # layers, index sources over all entries, over the candidates only
 
     @classmethod
-    def of(cls, layers: tuple[LayerPlan, ...]) -> Half:
+    def of(cls, layers: tuple[LayerPlan, ...]) -> LayerGroup:
         by_ratio = {}
         for ratio in {layer.compress_ratio for layer in layers if layer.compress_ratio}:
             alike = [layer for layer in layers if layer.compress_ratio == ratio]
@@ -83,7 +65,9 @@ class FlopsEstimator:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         depth = config.num_encoder_layers
-        self._encoder, self._decoder = Half.of(config.layers[:depth]), Half.of(config.layers[depth:])
+        self._all = LayerGroup.of(config.layers)
+        self._encoder, self._decoder = LayerGroup.of(config.layers[:depth]), LayerGroup.of(config.layers[depth:])
+        self._sources_by_ratio = Counter(config.compress_ratios[layer_id] for layer_id in config.kv_source_layer_ids)
 
     def step(
         self, starts: np.ndarray, counts: np.ndarray, num_logits_rows: int, keep_from: np.ndarray | None = None
@@ -97,22 +81,28 @@ class FlopsEstimator:
             keep_from: int [S], position from which rows run the decoder layers (YoCo truncation); None: all do.
         """
         config, flops = self.config, StepFlops()
-        rows = Rows(np.asarray(starts, np.int64), np.asarray(starts, np.int64) + counts)
-        kept, replayed = rows, rows.positions + 1
-        if keep_from is not None:
-            kept = Rows(np.clip(keep_from, rows.starts, rows.ends), rows.ends)
+        starts = np.asarray(starts, np.int64)
+        ends = starts + counts
+        num_rows = num_kept = int(counts.sum())
+        positions = _positions(starts, counts, num_rows)
+        if keep_from is None:
+            self._add_layers(flops, self._all, positions, positions + 1)
+        else:
+            self._add_layers(flops, self._encoder, positions, positions + 1)
+            kept_starts = np.clip(keep_from, starts, ends)
+            kept_counts = ends - kept_starts
+            num_kept = int(kept_counts.sum())
+            kept = _positions(kept_starts, kept_counts, num_kept)
             # A kept row's window does not reach behind keep_from.
-            replayed = kept.positions + 1 - np.repeat(np.asarray(keep_from, np.int64), kept.counts)
-        self._add_layers(flops, self._encoder, rows.positions, rows.positions + 1)
-        self._add_layers(flops, self._decoder, kept.positions, replayed)
-        num_rows, num_kept = int(rows.counts.sum()), int(kept.counts.sum())
+            self._add_layers(flops, self._decoder, kept, kept + 1 - np.repeat(keep_from, kept_counts))
         self._add_hyper_connections(flops, num_rows, num_kept, num_logits_rows)
-        for layer_id in config.kv_source_layer_ids:
-            self._add_compressor(flops, config.layers[layer_id].compress_ratio, rows)
+        for ratio, num_sources in self._sources_by_ratio.items():
+            num_groups = int((ends // ratio - starts // ratio).sum())
+            self._add_compressors(flops, ratio, num_sources, num_rows, num_groups)
         flops.head = 2 * num_logits_rows * config.vocab_size * config.hidden_size
         return flops
 
-    def _add_layers(self, flops: StepFlops, half: Half, positions: np.ndarray, in_window: np.ndarray) -> None:
+    def _add_layers(self, flops: StepFlops, group: LayerGroup, positions: np.ndarray, in_window: np.ndarray) -> None:
         """What the layers do for each row; in_window int64 [N]: tokens up to the row that its window may hold."""
         config, num_rows = self.config, len(positions)
         hidden, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
@@ -127,14 +117,14 @@ class FlopsEstimator:
         index_query = config.q_lora_rank * config.index_n_heads * config.index_head_dim + hidden * config.index_n_heads
         lookup = (config.engram_max_ngram_size - 1) * config.engram_n_heads * config.engram_head_dim
         engram = lookup * (config.hc_mult + 1) * hidden
-        flops.projections += 2 * projection * half.num_layers * num_rows
-        flops.experts += 2 * feed_forward * half.num_layers * num_rows
-        flops.indexer += 2 * index_query * half.num_index_sources * num_rows
-        flops.engram += 2 * engram * half.num_engram * num_rows
+        flops.projections += 2 * projection * group.num_layers * num_rows
+        flops.experts += 2 * feed_forward * group.num_layers * num_rows
+        flops.indexer += 2 * index_query * group.num_index_sources * num_rows
+        flops.engram += 2 * engram * group.num_engram * num_rows
 
-        keys = half.num_layers * int(np.minimum(in_window, config.sliding_window).sum())
+        keys = group.num_layers * int(np.minimum(in_window, config.sliding_window).sum())
         entries = 0
-        for ratio, (num_layers, num_sources, num_readers) in half.by_ratio.items():
+        for ratio, (num_layers, num_sources, num_readers) in group.by_ratio.items():
             visible = (positions + 1) // ratio
             keys += num_layers * int(np.minimum(visible, config.index_topk).sum())
             entries += num_sources * int(visible.sum())
@@ -160,10 +150,18 @@ class FlopsEstimator:
         mixed = num_encoder * num_rows + (num_decoder - 1) * num_kept + num_logits_rows
         flops.hyper_connections += 2 * (before * entered + behind * mixed)
 
-    def _add_compressor(self, flops: StepFlops, ratio: int, rows: Rows) -> None:
-        """One KV source: value and, where groups are pooled, gate of every row; an index key for every full group."""
+    def _add_compressors(self, flops: StepFlops, ratio: int, num_sources: int, num_rows: int, num_groups: int) -> None:
+        """Value and, where groups are pooled, gate of every row; an index key of every group that became full."""
         config = self.config
         outputs = config.head_dim * (1 if ratio == 1 else 2)
-        num_groups = int((rows.ends // ratio - rows.starts // ratio).sum())
-        flops.compressor += 2 * int(rows.counts.sum()) * config.hidden_size * outputs
-        flops.compressor += 2 * num_groups * config.head_dim * config.index_head_dim
+        row = config.hidden_size * outputs
+        group = config.head_dim * config.index_head_dim
+        flops.compressor += 2 * num_sources * (row * num_rows + group * num_groups)
+
+
+def _positions(starts: np.ndarray, counts: np.ndarray, num_rows: int) -> np.ndarray:
+    """int64 [num_rows]: starts[i], starts[i] + 1, ... of every sequence."""
+    if num_rows == len(counts) and counts.min() == 1:  # a decode step
+        return starts
+    first = counts.cumsum() - counts
+    return np.arange(num_rows) + np.repeat(starts - first, counts)

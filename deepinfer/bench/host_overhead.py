@@ -1,0 +1,183 @@
+"""`deepinfer bench host`: what a decode step costs on the CPU beside the model, and whether anything grows.
+
+The engine runs over a runner that has no model: it returns the same logits at every step.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tracemalloc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepinfer.bench.results import Record, measured
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.engine import Engine
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.plan import load_plan_config
+from deepinfer.observability.flops import FlopsEstimator
+from deepinfer.params import SamplingParams
+
+TARGET_MS = 1.0
+PARTS = ("schedule", "inputs", "postprocess", "observe")  # the sampler runs where the logits are: reported apart
+PROMPT_LEN = 512
+
+
+class NoModel:
+    """A runner without a model; FLOPs are estimated as for the released model, because that is part of the cost."""
+
+    def __init__(self, num_seqs: int, vocab_size: int, num_blocks: int) -> None:
+        self.vocab_size, self.num_blocks, self.max_model_len = vocab_size, num_blocks, 1 << 20
+        self.flops = FlopsEstimator(load_plan_config("DeepSeek-V4.1-Flash"))
+        self._logits = torch.randn(num_seqs, vocab_size, generator=torch.Generator().manual_seed(0))
+
+    def run(self, inputs: ModelInputs) -> Tensor:
+        return self._logits[: len(inputs.logits_rows)]
+
+
+def make_engine(num_seqs: int, vocab_size: int, tokens_a_sequence: int) -> Engine:
+    blocks = num_seqs * -(-tokens_a_sequence // EngineConfig.block_size) + 2
+    config = EngineConfig(max_num_seqs=num_seqs, num_blocks=blocks, watermark=0.0, max_num_batched_tokens=8192)
+    return Engine(NoModel(num_seqs, vocab_size, blocks), config)
+
+
+@dataclass
+class StepCost:
+    """Milliseconds, medians over the steps of one run."""
+
+    parts: dict[str, float]  # by part of the step, PARTS and "sample"
+
+    @property
+    def host(self) -> float:
+        """Scheduling, input building, post-processing and statistics."""
+        return sum(self.parts[name] for name in PARTS)
+
+
+def step_cost(num_seqs: int, num_steps: int, params: SamplingParams, vocab_size: int) -> StepCost:
+    """Medians over `num_steps` decode steps of `num_seqs` sequences, after their prefill."""
+    engine = make_engine(num_seqs, vocab_size, PROMPT_LEN + num_steps + 100)
+    for number in range(num_seqs):
+        engine.add_request(str(number), [5] * PROMPT_LEN, params)
+    while engine.scheduler.waiting or engine.scheduler.prefilling or engine.scheduler.prompted:
+        engine.step()
+    engine.observer.timer.enabled = True
+    for _ in range(num_steps):
+        engine.step()
+    times = engine.observer.timer.summary()
+    for number in range(num_seqs):
+        engine.abort_request(str(number))
+    return StepCost({name: times[name].median * 1e3 for name in (*PARTS, "sample")})
+
+
+@dataclass
+class MemorySample:
+    step: int
+    traced_bytes: int  # allocated by Python code, NumPy arrays included
+    resident_bytes: int  # of the process; 0 where it cannot be read
+
+
+def steady_load(num_seqs: int, num_steps: int, num_samples: int, vocab_size: int = 64) -> list[MemorySample]:
+    """Memory while finished requests are replaced by new ones, sampled right after a collection."""
+    engine = make_engine(num_seqs, vocab_size, 400)
+    samples, number, alive = [], 0, 0
+    tracemalloc.start()
+    try:
+        for step in range(1, num_steps + 1):
+            while alive < num_seqs:
+                # Lengths differ, so that arrivals, prefills and ends mix with decoding.
+                params = SamplingParams(temperature=0, max_tokens=60 + number % 97, ignore_eos=True)
+                engine.add_request(str(number), [5] * (20 + number % 130), params)
+                number, alive = number + 1, alive + 1
+            alive -= sum(output.finished for output in engine.step())
+            if step % (num_steps // num_samples) == 0:
+                gc.collect()
+                samples.append(MemorySample(step, tracemalloc.get_traced_memory()[0], resident_bytes()))
+    finally:
+        tracemalloc.stop()
+        for request_id in list(engine.requests):
+            engine.abort_request(request_id)
+    return samples
+
+
+def growth(samples: list[MemorySample]) -> tuple[int, int]:
+    """(traced, resident) bytes from the second to the last quarter, medians; the first quarter is warming up."""
+    quarter = len(samples) // 4
+    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+
+    def gain(field: str) -> int:
+        return round(
+            statistics.median(getattr(s, field) for s in late) - statistics.median(getattr(s, field) for s in early)
+        )
+
+    return gain("traced_bytes"), gain("resident_bytes")
+
+
+def resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    import resource
+
+    return pages * resource.getpagesize()
+
+
+def measure(num_seqs: int, num_steps: int, repeats: int, growth_steps: int, command: str) -> list[Record]:
+    """Print the cost of each part while measuring; medians over `repeats` runs."""
+    torch.set_num_threads(1)
+    kinds = {
+        "greedy": SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True),
+        "top_p 0.9": SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=100_000, ignore_eos=True),
+    }
+    records = []
+    step_cost(num_seqs, 50, kinds["greedy"], 8192)  # warms up
+    for kind, params in kinds.items():
+        runs = [step_cost(num_seqs, num_steps, params, 8192) for _ in range(repeats)]
+        medians = {name: statistics.median(run.parts[name] for run in runs) for name in (*PARTS, "sample")}
+        print(f"{kind}: " + ", ".join(f"{name} {value:.3f} ms" for name, value in medians.items()), flush=True)
+        hosts = [run.host for run in runs]
+        records.append(
+            measured(
+                f"decode step on the CPU without model and sampler, {kind} ({num_seqs} sequences)",
+                part="2",
+                unit="ms",
+                value=statistics.median(hosts),
+                target=TARGET_MS,
+                higher_is_better=False,
+                samples=hosts,
+                command=command,
+            )  # fmt: skip
+        )
+        records.append(
+            measured(
+                f"sampler on the CPU, {kind} ({num_seqs} sequences, vocabulary of 8192)",
+                part="2",
+                unit="ms",
+                value=medians["sample"],
+                higher_is_better=False,
+                samples=[run.parts["sample"] for run in runs],
+                command=command,
+            )  # fmt: skip
+        )
+    if growth_steps:
+        samples = steady_load(num_seqs, growth_steps, num_samples=40)
+        traced, resident = growth(samples)
+        for what, value, target in (("Python", traced, 64), ("resident", resident, 4096)):
+            print(f"{what} memory grew by {value / 1024:.1f} KiB over the last three quarters")
+            records.append(
+                measured(
+                    f"growth of {what} memory over {growth_steps} steps",
+                    part="2",
+                    unit="KiB",
+                    value=value / 1024,
+                    target=target,
+                    higher_is_better=False,
+                    command=command,
+                    samples=[getattr(s, "traced_bytes" if what == "Python" else "resident_bytes") for s in samples],
+                )  # fmt: skip
+            )
+    return records
