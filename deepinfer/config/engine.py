@@ -30,6 +30,8 @@ class EngineConfig:
         kv_cache_dtype: "fp8" is the released format (FP8 and FP4 with scales); "auto" follows the checkpoint;
             "fp64" is for exactness tests.
         dtype: arithmetic of the model.
+        quantize_activations: round activations to FP8 in front of FP8 and FP4 weights, as the released model does;
+            off is closer to exact arithmetic.
         device: torch device.
         seed: seed of the draws of requests that set none.
         yoco_prefill_truncation_mode: "off" runs every prompt token through all layers; "mask" and "compact" run only
@@ -54,6 +56,7 @@ class EngineConfig:
     watermark: float = 0.01
     kv_cache_dtype: str = "auto"
     dtype: str = "auto"
+    quantize_activations: bool = False
     device: str = "cpu"
     seed: int = 0
     yoco_prefill_truncation_mode: str = field(

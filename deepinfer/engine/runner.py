@@ -62,7 +62,7 @@ class ModelRunner:
     @classmethod
     def from_checkpoint(cls, path: str | Path, config: EngineConfig) -> ModelRunner:
         """Load the checkpoint folder at `path`. Raises ValueError naming what is wrong with it."""
-        return cls(load_model(path, compute_dtype(config), config.device), config)
+        return cls(load_model(path, compute_dtype(config), config.device, config.quantize_activations), config)
 
     def run(self, inputs: ModelInputs) -> Tensor:
         """Logits float32 [R, vocab_size] of inputs.logits_rows."""

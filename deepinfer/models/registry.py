@@ -94,8 +94,12 @@ LOADERS: dict[str, Callable[[Path, torch.dtype, torch.device | str], Model]] = {
 }
 
 
-def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Model:
+def load_model(
+    path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", quantize_activations: bool = False
+) -> Model:
     """Load the checkpoint folder at `path`.
+
+    `quantize_activations` rounds the activations of FP8 and FP4 linears to FP8, as the released model does on a GPU.
 
     Raises:
         ValueError: unknown model_type, or anything wrong with config or weights; the message names it.
@@ -108,4 +112,9 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
     model_type = raw.get("model_type", "deepseek_v41" if "n_mtp_layers" in raw else None)
     if model_type not in LOADERS:
         raise ValueError(f"config: model_type is {model_type!r}, allowed: {', '.join(sorted(LOADERS))}")
-    return LOADERS[model_type](path, dtype, device)
+    model = LOADERS[model_type](path, dtype, device)
+    if quantize_activations:
+        if not isinstance(model, DeepseekV41):
+            raise ValueError(f"quantize_activations must be false for a {model_type} model")
+        model.quantize_activations = True
+    return model

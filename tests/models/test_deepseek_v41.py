@@ -76,6 +76,8 @@ class Driver:
 def run_and_compare(config, weights, model, cache_dtype, lengths, chunks, decode, seed, numerics, tolerance):
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(3, config.vocab_size - 2, (n,), generator=generator) for n in lengths]
+    for tokens in sequences[1::2]:  # every other sequence holds an image span
+        tokens[len(tokens) // 3 : len(tokens) // 2] = config.image_token_id
     driver = Driver(model, cache_dtype, lengths, seed)
     outputs: list[list[torch.Tensor]] = [[] for _ in lengths]
     prompt = [max(n - decode, 1) for n in lengths]
@@ -93,7 +95,8 @@ def run_and_compare(config, weights, model, cache_dtype, lengths, chunks, decode
         for i, logits in driver.step(sequences, chunk, False).items():
             outputs[i].append(logits)
     for i, tokens in enumerate(sequences):
-        expected = reference.forward(weights, config, tokens[None], TOKEN_MAP, numerics=numerics)[0]
+        span = (tokens == config.image_token_id)[None]
+        expected = reference.forward(weights, config, tokens[None], TOKEN_MAP, numerics=numerics, image_span=span)[0]
         got = torch.cat(outputs[i])
         assert torch.isfinite(got).all()
         error = (got - expected).abs().max() / expected.abs().max()
@@ -128,3 +131,34 @@ def test_swiglu_limit_that_clamps():
 def test_float32():
     config, weights, model = make_model(torch.float32)
     run_and_compare(config, weights, model, "fp32", [100, 64, 3], [37], 8, 1, reference.Numerics(), 1e-3)
+
+
+def test_float32_with_packed_caches():
+    """What runs by default on a CPU: compiled kernels over FP8 and FP4 rows, against the float64 reference.
+
+    A value within float32 rounding of the middle between two FP4 codes may round the other way and change everything
+    after it, so not every sequence can agree (the reference in float32 does not agree with itself in float64 either);
+    a fault in a kernel would leave none.
+    """
+    config, weights, model = make_model(torch.float32)
+    exact = {name: w.double() for name, w in weights.items()}
+    disagreeing = []
+    for seed in range(8):
+        try:
+            numerics = reference.Numerics(quantize_kv=True)
+            run_and_compare(config, exact, model, "fp8", [80], [37], 8, seed, numerics, 1e-4)
+        except AssertionError as error:
+            disagreeing.append((seed, str(error)))
+    assert len(disagreeing) <= 3, disagreeing
+
+
+def test_bf16_cache(monkeypatch):
+    """BF16 rows: the oracle rounds what is cached to BF16, and the index queries (4-D) not at all."""
+
+    def to_bf16(x):
+        return x if x.dim() == 4 else x.bfloat16().to(x.dtype)
+
+    for name in ("fp8_round_trip", "mxfp4_round_trip", "nvfp4_round_trip"):
+        monkeypatch.setattr(reference, name, to_bf16)
+    config, weights, model = make_model(torch.float64)
+    run_and_compare(config, weights, model, "bf16", [90, 45], [23], 8, 2, reference.Numerics(quantize_kv=True), 1e-9)
