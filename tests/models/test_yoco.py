@@ -75,6 +75,8 @@ def check(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(3, CONFIG.vocab_size - 2, (n + decode,), generator=generator) for n in prompt]
+    for tokens in sequences[1::2]:  # every other sequence holds an image span
+        tokens[len(tokens) // 3 : len(tokens) // 2] = CONFIG.image_token_id
     keep_from = [max(n - keep, 0) for n in prompt]
     lengths = [len(s) for s in sequences]
     mask, compact = (
@@ -83,8 +85,9 @@ def check(
     )
     numerics = reference.Numerics(quantize_kv=cache_dtype == "fp8")
     for i, tokens in enumerate(sequences):
+        span = (tokens == CONFIG.image_token_id)[None]
         expected = reference.forward(
-            WEIGHTS, CONFIG, tokens[None], TOKEN_MAP, numerics=numerics, keep_from=keep_from[i]
+            WEIGHTS, CONFIG, tokens[None], TOKEN_MAP, numerics=numerics, image_span=span, keep_from=keep_from[i]
         )[0, keep_from[i] :]
         assert mask[i].shape == compact[i].shape == expected.shape
         torch.testing.assert_close(compact[i], mask[i], rtol=0, atol=1e-12 * float(expected.abs().max()))
