@@ -7,14 +7,23 @@ names the key.
 
 from __future__ import annotations
 
-import json
+import copy
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepinfer.config.parts import LayerMode, LayerPlan, RopeScaling, VisionConfig, require
-from deepinfer.config.spelling import FLAT_SPELLING, check_types, rope_scaling, text_and_vision
+from deepinfer.config.checks import check_equal, check_model, check_object, require
+from deepinfer.config.parts import LayerMode, LayerPlan, RopeScaling, VisionConfig
+from deepinfer.config.spelling import (
+    FLAT_SPELLING,
+    QUANTIZATION,
+    build,
+    quantization,
+    read_config,
+    rope_scaling,
+    text_and_vision,
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class ModelConfig:
         Raises:
             ValueError: a key is missing, has a wrong type or contradicts another one; the message names it.
         """
-        kind = raw.get("model_type", "deepseek_v41")
+        kind = check_object(raw, "config.json").get("model_type", "deepseek_v41")
         require(kind in ("deepseek_v41", "deepseek_v41_text"), "model_type", kind, "'deepseek_v41'")
         text, vision = text_and_vision(raw)
         known = {f.name: f for f in fields(cls)}
@@ -106,33 +115,19 @@ class ModelConfig:
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
             if key in raw:
                 values[key] = raw[key]
-        block = (raw.get("quantization_config") or {}).get("weight_block_size", [32, 32])
-        if list(block) != [32, 32]:
-            raise ValueError(f"config: quantization_config.weight_block_size is {block}, supported: [32, 32]")
+        check_equal(text, {"num_key_value_heads": 1})
+        check_equal(quantization(raw), QUANTIZATION, "quantization_config.")
         if vision is not None:
-            values["vision"] = VisionConfig(**vision)
-        missing = [
-            f.name
-            for f in known.values()
-            if f.name not in values and f.default is MISSING and f.default_factory is MISSING
-        ]
-        if missing:
-            raise ValueError(f"config: key {missing[0]!r} is missing")
-        check_types(known, values)
+            values["vision"] = build(VisionConfig, vision, "vision_config.")
+        for f in known.values():
+            if f.name not in values and f.default is MISSING and f.default_factory is MISSING:
+                raise ValueError(f"config: key {f.name!r} is missing")
         return cls(**values)
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
         """Read `config.json` at `path` (a file or the folder that holds it)."""
-        path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ValueError(f"model: no config.json at {path}")
-        try:
-            raw = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"config: {path} is not valid JSON: {error}") from None
-        return cls.from_dict(raw)
+        return cls.from_dict(read_config(path))
 
     def to_dict(self) -> dict[str, Any]:
         """The nested form of the public config.json; `from_dict(to_dict())` gives an equal config."""
@@ -150,13 +145,7 @@ class ModelConfig:
             "model_type": "deepseek_v41",
             "dtype": "bfloat16",
             **{key: getattr(self, key) for key in sorted(top)},
-            "quantization_config": {
-                "quant_method": "fp8",
-                "activation_scheme": "dynamic",
-                "weight_block_size": [self.weight_block_size] * 2,
-                "scale_fmt": "ue8m0",
-                "expert_dtype": "fp4",
-            },
+            "quantization_config": copy.deepcopy(QUANTIZATION),
             "text_config": text,
         }
         if self.vision is not None:
@@ -227,139 +216,9 @@ class ModelConfig:
         """Rows of hc_*_fn: pre, post and the hc x hc combination."""
         return self.hc_mult * (2 + self.hc_mult)
 
-    # ---------------------------------------------------------------- checks
-
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size hidden_size num_hidden_layers moe_intermediate_size num_attention_heads head_dim "
-            "qk_rope_head_dim q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok index_n_heads "
-            "index_head_dim index_topk sliding_window hc_mult max_position_embeddings"
-        ).split():
-            require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
-        require(self.scoring_func == "sqrtsoftplus", "scoring_func", self.scoring_func, "'sqrtsoftplus'")
-        require(self.topk_method == "noaux_tc", "topk_method", self.topk_method, "'noaux_tc'")
-        require(self.hidden_act == "silu", "hidden_act", self.hidden_act, "'silu'")
-        require(self.n_shared_experts == 1, "n_shared_experts", self.n_shared_experts, "1")
-        require(not self.attention_bias, "attention_bias", self.attention_bias, "false")
-        require(not self.tie_word_embeddings, "tie_word_embeddings", self.tie_word_embeddings, "false")
-        require(
-            self.num_experts_per_tok <= self.n_routed_experts,
-            "num_experts_per_tok",
-            self.num_experts_per_tok,
-            f"at most n_routed_experts = {self.n_routed_experts}",
-        )
-        require(
-            self.num_attention_heads % self.o_groups == 0,
-            "o_groups",
-            self.o_groups,
-            f"a divisor of num_attention_heads = {self.num_attention_heads}",
-        )
-        require(self.head_dim % 32 == 0, "head_dim", self.head_dim, "a multiple of 32")
-        require(self.index_head_dim % 32 == 0, "index_head_dim", self.index_head_dim, "a multiple of 32")
-        require(
-            self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim <= min(self.head_dim, self.index_head_dim),
-            "qk_rope_head_dim",
-            self.qk_rope_head_dim,
-            "even and at most head_dim and index_head_dim",
-        )
-        for name in ("hidden_size", "q_lora_rank", "moe_intermediate_size"):
-            require(getattr(self, name) % 32 == 0, name, getattr(self, name), "a multiple of 32 (FP8 block)")
-        require(
-            self.o_groups * self.o_lora_rank % 32 == 0,
-            "o_lora_rank",
-            self.o_lora_rank,
-            "o_groups * o_lora_rank % 32 == 0",
-        )
-        self._check_sharing()
-        self._check_engram()
-        self._check_draft()
+        check_model(self)
         _ = self.layers  # derive now: a contradiction must stop the start-up, not the first request
-
-    def _check_sharing(self) -> None:
-        expected = self.num_hidden_layers + self.num_nextn_predict_layers
-        require(
-            len(self.compress_ratios) == expected,
-            "compress_ratios",
-            f"{len(self.compress_ratios)} entries",
-            f"{expected} entries (num_hidden_layers + num_nextn_predict_layers)",
-        )
-        for layer_id, ratio in enumerate(self.compress_ratios):
-            require(ratio in (0, 1, 2), f"compress_ratios[{layer_id}]", ratio, "0, 1 or 2")
-            if layer_id >= self.num_hidden_layers:
-                require(ratio == 0, f"compress_ratios[{layer_id}]", ratio, "0 (draft layer)")
-        for name in ("kv_source_layer_ids", "index_source_layer_ids"):
-            ids = getattr(self, name)
-            require(list(ids) == sorted(set(ids)), name, list(ids), "strictly increasing layer ids")
-            for layer_id in ids:
-                require(0 <= layer_id < self.num_hidden_layers, name, layer_id, f"0..{self.num_hidden_layers - 1}")
-                require(
-                    self.compress_ratios[layer_id] > 0, name, layer_id, "layers whose compress_ratios entry is above 0"
-                )
-        for layer_id in self.kv_source_layer_ids:
-            require(
-                layer_id in self.index_source_layer_ids,
-                "kv_source_layer_ids",
-                layer_id,
-                "also in index_source_layer_ids",
-            )
-        source = self.candidate_source_layer_id
-        if source >= 0:
-            require(
-                source in self.index_source_layer_ids,
-                "candidate_source_layer_id",
-                source,
-                f"negative, or one of index_source_layer_ids {list(self.index_source_layer_ids)}",
-            )
-            # Decoder depth is stated by no key: the three places that imply it must agree.
-            require(
-                source == self.num_encoder_layers,
-                "candidate_source_layer_id",
-                source,
-                f"the last kv_source_layer_ids entry {self.num_encoder_layers}",
-            )
-
-    def _check_engram(self) -> None:
-        require(
-            len(self.engram_num_embeddings) == len(self.engram_layer_ids),
-            "engram_num_embeddings",
-            list(self.engram_num_embeddings),
-            f"one entry for each of engram_layer_ids {list(self.engram_layer_ids)}",
-        )
-        if not self.engram_layer_ids:
-            return
-        require(self.engram_head_dim % 32 == 0, "engram_head_dim", self.engram_head_dim, "a multiple of 32")
-        require(
-            self.engram_compressed_vocab_size > 0,
-            "engram_compressed_vocab_size",
-            self.engram_compressed_vocab_size,
-            "positive",
-        )
-        for layer_id, rows, primes in zip(
-            self.engram_layer_ids, self.engram_num_embeddings, self.engram_primes, strict=True
-        ):
-            require(
-                sum(primes) == rows,
-                f"engram_num_embeddings (layer {layer_id})",
-                rows,
-                f"the sum of its primes, {sum(primes)}",
-            )
-
-    def _check_draft(self) -> None:
-        if not self.num_nextn_predict_layers:
-            return
-        for layer_id in self.dspark_target_layer_ids:
-            require(
-                0 <= layer_id < self.num_hidden_layers,
-                "dspark_target_layer_ids",
-                layer_id,
-                f"0..{self.num_hidden_layers - 1}",
-            )
-        require(
-            0 <= self.dspark_noise_token_id < self.vocab_size,
-            "dspark_noise_token_id",
-            self.dspark_noise_token_id,
-            f"0..{self.vocab_size - 1}",
-        )
 
     @cached_property
     def engram_primes(self) -> tuple[tuple[int, ...], ...]:

@@ -7,15 +7,25 @@ that can be wrong is checked here, at start-up, with an error that names the key
 
 from __future__ import annotations
 
-import json
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepinfer.config.parts import RopeScaling, require
-from deepinfer.config.spelling import check_types
+from deepinfer.config.checks import (
+    check_common,
+    check_equal,
+    check_object,
+    check_positive,
+    check_token_ids,
+    check_types,
+    is_integer,
+    is_number,
+    require,
+)
+from deepinfer.config.parts import RopeScaling
+from deepinfer.config.spelling import build, read_config
 
 
 class AttentionKind(Enum):
@@ -104,39 +114,35 @@ class ModelConfigV4:
         Raises:
             ValueError: a key is missing, has a wrong type or contradicts another one; the message names it.
         """
+        check_object(raw, "config.json")
         known = {f.name: f for f in fields(cls)}
         derived = "attention_kinds hash_layers rope_scaling quantized sparse_ratio heavy_ratio eos_token_ids".split()
         values = {key: value for key, value in raw.items() if key in known and key not in derived}
         if "qk_rope_head_dim" not in values and raw.get("partial_rotary_factor") and "head_dim" in raw:
-            values["qk_rope_head_dim"] = int(raw["head_dim"] * raw["partial_rotary_factor"])
+            values["qk_rope_head_dim"] = _rotated(raw)
         for f in known.values():
             required = f.default is MISSING and f.default_factory is MISSING and f.name not in derived
             if required and f.name not in values:
                 raise ValueError(f"config: key {f.name!r} is missing")
-        check_types(known, values)
+        check_equal(raw, {"num_key_value_heads": 1})
         num_layers = values["num_hidden_layers"]
-        rates = raw.get("compress_rates") or {}
+        require(is_integer(num_layers), "num_hidden_layers", num_layers, "an integer")
+        rates = check_object(raw.get("compress_rates") or {}, "compress_rates")
         values["sparse_ratio"] = rates.get(AttentionKind.SPARSE.value, 4)
         values["heavy_ratio"] = rates.get(AttentionKind.HEAVY.value, 128)
         values["attention_kinds"] = _attention_kinds(raw, num_layers)
         values["hash_layers"] = _hash_layers(raw, num_layers)
         values["rope_scaling"] = _rope_scaling(raw)
         values["eos_token_ids"] = _eos_token_ids(raw)
-        values["quantized"] = raw.get("quantization_config") is not None
+        if raw.get("quantization_config") is not None:
+            check_object(raw["quantization_config"], "quantization_config")
+            values["quantized"] = True
         return cls(**values)
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfigV4:
         """Read `config.json` at `path` (a file or the folder that holds it)."""
-        path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise ValueError(f"model: no config.json at {path}")
-        try:
-            raw = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"config: {path} is not valid JSON: {error}") from None
-        return cls.from_dict(raw)
+        return cls.from_dict(read_config(path))
 
     # ---------------------------------------------------------------- derived
 
@@ -159,42 +165,32 @@ class ModelConfigV4:
     # ---------------------------------------------------------------- checks
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size hidden_size num_hidden_layers moe_intermediate_size num_attention_heads head_dim "
-            "qk_rope_head_dim q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok index_n_heads "
-            "index_head_dim index_topk sliding_window hc_mult hc_sinkhorn_iters max_position_embeddings sparse_ratio "
-            "heavy_ratio"
-        ).split():
-            require(getattr(self, name) > 0, name, getattr(self, name), "a positive integer")
-        for name, allowed in (
-            ("scoring_func", "sqrtsoftplus"),
-            ("topk_method", "noaux_tc"),
-            ("hidden_act", "silu"),
-            ("n_shared_experts", 1),
-            ("norm_topk_prob", True),
-            ("attention_bias", False),
-            ("mlp_bias", False),
-            ("tie_word_embeddings", False),
-        ):
-            require(getattr(self, name) == allowed, name, getattr(self, name), repr(allowed))
-        for name, total in (("num_experts_per_tok", "n_routed_experts"), ("qk_rope_head_dim", "head_dim")):
-            limit = getattr(self, total)
-            require(getattr(self, name) <= limit, name, getattr(self, name), f"at most {total} = {limit}")
+        check_types(self)
+        check_common(self)
+        check_positive(self, ("sparse_ratio", "heavy_ratio"))
+        check_equal(self, {"norm_topk_prob": True, "mlp_bias": False})
+        check_token_ids(self, ("bos_token_id",))
+        for token_id in self.eos_token_ids:
+            require(0 <= token_id < self.vocab_size, "eos_token_id", token_id, f"0..{self.vocab_size - 1}")
+        dim, head_dim = self.qk_rope_head_dim, self.head_dim
+        require(dim <= head_dim, "qk_rope_head_dim", dim, f"at most head_dim = {head_dim}")
         require(
-            self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim <= self.index_head_dim,
+            dim % 2 == 0 and dim <= self.index_head_dim,
             "qk_rope_head_dim",
-            self.qk_rope_head_dim,
+            dim,
             f"even and at most index_head_dim = {self.index_head_dim}",
-        )
-        require(
-            self.num_attention_heads % self.o_groups == 0,
-            "o_groups",
-            self.o_groups,
-            f"a divisor of num_attention_heads = {self.num_attention_heads}",
         )
         for name in ("attention_kinds", "hash_layers"):
             length = len(getattr(self, name))
             require(length == self.num_hidden_layers, name, f"{length} entries", f"{self.num_hidden_layers} entries")
+
+
+def _rotated(raw: dict[str, Any]) -> int:
+    """Rotated dimensions of a head, from transformers' share of them."""
+    share, head_dim = raw["partial_rotary_factor"], raw["head_dim"]
+    require(is_number(share) and 0 < share <= 1, "partial_rotary_factor", share, "a number in (0, 1]")
+    require(is_integer(head_dim), "head_dim", head_dim, "an integer")
+    return int(head_dim * share)
 
 
 def _attention_kinds(raw: dict[str, Any], num_layers: int) -> tuple[AttentionKind, ...]:
@@ -206,7 +202,8 @@ def _attention_kinds(raw: dict[str, Any], num_layers: int) -> tuple[AttentionKin
     require(isinstance(entries, list) and len(entries) >= num_layers, name, entries, f"a list of {num_layers} entries")
     kinds = RATIO_KINDS if name == "compress_ratios" else {kind.value: kind for kind in AttentionKind}
     for layer_id, entry in enumerate(entries[:num_layers]):
-        require(entry in kinds, f"{name}[{layer_id}]", entry, ", ".join(map(str, kinds)))
+        known = type(entry) in (int, str) and entry in kinds
+        require(known, f"{name}[{layer_id}]", entry, ", ".join(map(str, kinds)))
     return tuple(kinds[entry] for entry in entries[:num_layers])
 
 
@@ -217,7 +214,7 @@ def _hash_layers(raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
         count = raw.get("num_hash_layers")
         if count is None:
             raise ValueError("config: key 'num_hash_layers' is missing")
-        require(isinstance(count, int) and count >= 0, "num_hash_layers", count, "a non-negative integer")
+        require(is_integer(count) and count >= 0, "num_hash_layers", count, "a non-negative integer")
         return tuple(layer_id < count for layer_id in range(num_layers))
     require(
         isinstance(kinds, list) and len(kinds) >= num_layers,
@@ -239,16 +236,14 @@ def _eos_token_ids(raw: dict[str, Any]) -> tuple[int, ...]:
 
 def _rope_scaling(raw: dict[str, Any]) -> RopeScaling:
     """YaRN of the layers with compressed KV: `rope_scaling`, or `rope_parameters` (nested in `compress`, or flat)."""
-    name = "rope_scaling"
-    scaling = raw.get(name)
-    if scaling is None:
-        name, scaling = "rope_parameters", raw.get("rope_parameters") or {}
-        scaling = scaling.get("compress", scaling)
+    name = "rope_scaling" if raw.get("rope_scaling") is not None else "rope_parameters"
+    scaling = check_object(raw.get(name) or {}, name)
+    if name == "rope_parameters":
+        scaling = check_object(scaling.get("compress", scaling), f"{name}.compress")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return RopeScaling(factor=1.0)
     require(kind == "yarn", f"{name}.rope_type", kind, "'yarn' or 'default'")
     factor = scaling.get("attention_factor", 1.0)
     require(factor in (None, 1.0), f"{name}.attention_factor", factor, "1.0")
-    known = {f.name for f in fields(RopeScaling)}
-    return RopeScaling(**{key: value for key, value in scaling.items() if key in known})
+    return build(RopeScaling, scaling, f"{name}.")

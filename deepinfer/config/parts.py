@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
-
-def require(condition: bool, name: str, value: Any, allowed: str) -> None:
-    """Raise ValueError naming the config key unless `condition` holds."""
-    if not condition:
-        raise ValueError(f"config: {name} is {value!r}, allowed: {allowed}")
+from deepinfer.config.checks import check_equal, check_positive, check_types, require
 
 
 class LayerMode(Enum):
@@ -54,6 +49,13 @@ class RopeScaling:
     original_max_position_embeddings: int = 65536
     rope_type: str = "yarn"
 
+    def __post_init__(self) -> None:
+        prefix = "rope_scaling."
+        check_types(self, prefix)
+        check_equal(self, {"rope_type": "yarn"}, prefix)
+        require(self.factor >= 1, f"{prefix}factor", self.factor, "a number >= 1")
+        check_positive(self, ("beta_fast", "beta_slow", "original_max_position_embeddings"), prefix)
+
 
 @dataclass(frozen=True)
 class VisionConfig:
@@ -69,3 +71,18 @@ class VisionConfig:
     max_image_tokens: int = 1024
     min_pixels: int = 295936
     max_wh_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        prefix = "vision_config."
+        check_types(self, prefix)
+        check_positive(
+            self,
+            "num_hidden_layers hidden_size num_attention_heads intermediate_size patch_size rope_theta "
+            "downsample_ratio max_image_tokens min_pixels".split(),
+            prefix,
+        )
+        if self.max_wh_ratio is not None:
+            check_positive(self, ("max_wh_ratio",), prefix)
+        heads, width = self.num_attention_heads, self.hidden_size
+        # A head's dimension is rotated in two halves, of rows and of columns, in pairs.
+        require(width % (4 * heads) == 0, f"{prefix}hidden_size", width, f"a multiple of 4 * {heads} heads")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, TypeVar
 
-from deepinfer.config.parts import RopeScaling, VisionConfig, require
+from deepinfer.config.checks import check_object, require
+from deepinfer.config.parts import RopeScaling, VisionConfig
+
+Part = TypeVar("Part", RopeScaling, VisionConfig)
 
 # inference/config.json's spelling -> config.json's spelling
 FLAT_SPELLING = {
@@ -42,16 +47,75 @@ FLAT_VISION_SPELLING = {
 }
 
 
+# The only quantisation there is: FP8 weights in 32 x 32 blocks, FP4 experts, power-of-two scales.
+QUANTIZATION = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
+FLAT_QUANTIZATION = ("scale_fmt", "expert_dtype")  # inference/config.json has these without the object around them
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The object in config.json at `path` (a file or the folder that holds it).
+
+    Raises:
+        ValueError: there is no such file, or it holds no JSON object; the message names the file.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"model: no config.json at {path}")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config: {path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config: {path} is not UTF-8: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"config: {path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"config: {path} holds {type(raw).__name__}, allowed: a JSON object")
+    return raw
+
+
+def model_type(raw: dict[str, Any]) -> Any:
+    """`model_type`; inference/config.json has none and is known by its spelling of the draft layers."""
+    return raw.get("model_type", "deepseek_v41" if "n_mtp_layers" in raw else None)
+
+
+def build(kind: type[Part], raw: dict[str, Any], prefix: str) -> Part:
+    """A nested part of the config from its object, whose further keys are ignored. Missing keys are named."""
+    for f in fields(kind):
+        if f.name not in raw and f.default is MISSING:
+            raise ValueError(f"config: key {prefix + f.name!r} is missing")
+    known = {f.name for f in fields(kind)}
+    return kind(**{key: value for key, value in raw.items() if key in known})
+
+
 def text_and_vision(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    known_vision = {f.name for f in fields(VisionConfig)}
+    """The text model's object and the image tower's, if there is one."""
     if "text_config" in raw:
         vision = raw.get("vision_config")
-        return raw["text_config"], {k: v for k, v in vision.items() if k in known_vision} if vision else None
+        text = check_object(raw["text_config"], "text_config")
+        return text, None if vision is None else check_object(vision, "vision_config")
     flat = {FLAT_VISION_SPELLING[k]: v for k, v in raw.items() if k in FLAT_VISION_SPELLING}
     return raw, flat or None
 
 
+def quantization(raw: dict[str, Any]) -> dict[str, Any]:
+    """`quantization_config` with the keys that config.json has, or those that the flat form has at its top level."""
+    if raw.get("quantization_config") is not None:
+        return check_object(raw["quantization_config"], "quantization_config")
+    if "text_config" in raw:
+        return {}
+    return {key: raw[key] for key in FLAT_QUANTIZATION if key in raw}
+
+
 def rope_scaling(text: dict[str, Any]) -> RopeScaling:
+    """YaRN's parameters, from `rope_scaling` or from the flat form's keys."""
     raw = text.get("rope_scaling")
     if raw is None and "rope_factor" in text:
         raw = {
@@ -62,19 +126,7 @@ def rope_scaling(text: dict[str, Any]) -> RopeScaling:
         }
     if raw is None:
         return RopeScaling()
+    raw = check_object(raw, "rope_scaling")
     kind = raw.get("rope_type", raw.get("type", "yarn"))
     require(kind == "yarn", "rope_scaling.rope_type", kind, "'yarn'")
-    known = {f.name for f in fields(RopeScaling)}
-    return RopeScaling(**{k: v for k, v in raw.items() if k in known})
-
-
-def check_types(known: dict[str, Any], values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        kind = known[name].type
-        if kind == "int":
-            require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
-        elif kind == "float":
-            require(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
-        elif kind.startswith("tuple"):
-            ok = isinstance(value, tuple) and all(isinstance(v, int) for v in value)
-            require(ok, name, value, "a list of integers")
+    return build(RopeScaling, raw, "rope_scaling.")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.config.model_v4 import ModelConfigV4
 from deepinfer.config.parts import LayerMode
 from tests.configs import TINY_VISION, tiny_config, tiny_token_map
 
@@ -77,8 +78,8 @@ def test_values_of_the_released_file():
 
 
 def test_every_known_key_is_read_from_the_file():
-    """Changing any key of the released text config changes the config or is refused; only these four are ignored."""
-    ignored = {"model_type", "num_key_value_heads", "attention_dropout", "use_cache"}
+    """Changing any key of the released text config changes the config or is refused; only these three are ignored."""
+    ignored = {"model_type", "attention_dropout", "use_cache"}
     config = tiny_config(2)
     for key in RAW["text_config"].keys() - ignored:
         raw = config.to_dict()
@@ -258,11 +259,141 @@ def test_bad_files_are_refused_by_name(tmp_path, change, message):
     assert message in str(error.value) and str(error.value).startswith("config: ")
 
 
-def test_missing_and_unreadable_files(tmp_path):
-    with pytest.raises(ValueError, match="no config.json at"):
+NAN, INFINITY = float("nan"), float("inf")
+# key of text_config, value, what the message must say
+WRONG_VALUES = [
+    ("num_key_value_heads", 8, "num_key_value_heads is 8, allowed: 1"),
+    ("norm_topk_prob", "false", "norm_topk_prob is 'false', allowed: true or false"),
+    ("norm_topk_prob", 1, "norm_topk_prob is 1, allowed: true or false"),
+    ("rms_norm_eps", NAN, "rms_norm_eps is nan, allowed: a number"),
+    ("rms_norm_eps", -1, "rms_norm_eps is -1, allowed: a positive"),
+    ("rms_norm_eps", INFINITY, "rms_norm_eps is inf, allowed: a number"),
+    ("swiglu_limit", -1, "swiglu_limit is -1, allowed: a positive"),
+    ("routed_scaling_factor", NAN, "routed_scaling_factor is nan, allowed: a number"),
+    ("rope_theta", 0, "rope_theta is 0, allowed: a positive"),
+    ("compress_rope_theta", -1.5, "compress_rope_theta is -1.5, allowed: a positive number"),
+    ("hc_sinkhorn_iters", 0, "hc_sinkhorn_iters is 0, allowed: a positive integer"),
+    ("hc_sinkhorn_iters", 10**9, "hc_sinkhorn_iters is 1000000000, allowed: at most 1000"),
+    ("hc_eps", NAN, "hc_eps is nan, allowed: a number"),
+    ("hidden_act", 3, "hidden_act is 3, allowed: a string"),
+    ("hidden_size", None, "hidden_size is None, allowed: an integer"),
+    ("hidden_size", 10**30, "hidden_size is 1000000000000000000000000000000, allowed: an integer"),
+    ("hidden_size", 5120.0, "hidden_size is 5120.0, allowed: an integer"),
+    ("compress_ratios", [True] * 43, "allowed: a list of integers"),
+    ("kv_source_layer_ids", {"2": 2}, "kv_source_layer_ids is {'2': 2}, allowed: a list of integers"),
+    ("candidate_block_size", 0, "candidate_block_size is 0, allowed: a positive integer"),
+    ("candidate_topk_blocks", 0, "candidate_topk_blocks is 0, allowed: a positive integer"),
+    ("engram_pad_token_id", 129280, "engram_pad_token_id is 129280, allowed: 0..129279"),
+    ("engram_pad_token_id", -1, "engram_pad_token_id is -1, allowed: 0..129279"),
+    ("engram_layer_ids", [1, 99], "engram_layer_ids is 99, allowed: 0..39"),
+    ("engram_layer_ids", [14, 1], "engram_layer_ids is [14, 1], allowed: strictly increasing layer ids"),
+    ("engram_max_ngram_size", 1, "engram_max_ngram_size is 1, allowed: 2..4"),
+    ("engram_max_ngram_size", 5, "engram_max_ngram_size is 5, allowed: 2..4"),
+    ("engram_vocab_size", 10**15, "engram_vocab_size is 1000000000000000, allowed: 1..2147483647"),
+    ("engram_n_heads", 10**9, "engram_n_heads is 1000000000, allowed: 1..256"),
+    ("engram_head_dim", 0, "engram_head_dim is 0, allowed: a positive multiple of 32"),
+    ("engram_compressed_vocab_size", 129281, "engram_compressed_vocab_size is 129281, allowed: 1..129280"),
+    ("num_nextn_predict_layers", -3, "num_nextn_predict_layers is -3, allowed: a non-negative integer"),
+    ("dspark_block_size", -10, "dspark_block_size is -10, allowed: a positive integer"),
+    ("dspark_markov_rank", 0, "dspark_markov_rank is 0, allowed: a positive integer"),
+    ("dspark_num_experts_per_tok", 129, "allowed: at most dspark_n_routed_experts = 128"),
+    ("dspark_target_layer_ids", [], "dspark_target_layer_ids is [], allowed: at least one layer id"),
+    ("rope_scaling", "yarn", "rope_scaling is 'yarn', allowed: an object"),
+    ("rope_scaling", {"factor": "16"}, "rope_scaling.factor is '16', allowed: a number"),
+    ("rope_scaling", {"factor": 0}, "rope_scaling.factor is 0, allowed: a number >= 1"),
+    ("rope_scaling", {"factor": NAN}, "rope_scaling.factor is nan, allowed: a number"),
+    ("rope_scaling", {"beta_fast": -1}, "rope_scaling.beta_fast is -1, allowed: a positive"),
+    (
+        "rope_scaling",
+        {"original_max_position_embeddings": 0},
+        "rope_scaling.original_max_position_embeddings is 0, allowed: a positive integer",
+    ),
+]
+# path to a value outside text_config, value, what the message must say
+WRONG_ELSEWHERE = [
+    (["text_config"], None, "text_config is None, allowed: an object"),
+    (["text_config"], [], "text_config is [], allowed: an object"),
+    (["vision_config"], 3, "vision_config is 3, allowed: an object"),
+    (["vision_config"], {}, "key 'vision_config.num_hidden_layers' is missing"),
+    (["vision_config", "patch_size"], "14", "vision_config.patch_size is '14', allowed: an integer"),
+    (["vision_config", "downsample_ratio"], 0, "vision_config.downsample_ratio is 0, allowed: a positive integer"),
+    (["vision_config", "max_wh_ratio"], -1.0, "vision_config.max_wh_ratio is -1.0, allowed: a positive number"),
+    (["vision_config", "max_wh_ratio"], "wide", "vision_config.max_wh_ratio is 'wide', allowed: a number or null"),
+    (["vision_config", "num_attention_heads"], 15, "vision_config.hidden_size is 1024, allowed: a multiple of"),
+    (["quantization_config"], [1], "quantization_config is [1], allowed: an object"),
+    (
+        ["quantization_config", "weight_block_size"],
+        32,
+        "quantization_config.weight_block_size is 32, allowed: [32, 32]",
+    ),
+    (["quantization_config", "quant_method"], "awq", "quantization_config.quant_method is 'awq', allowed: 'fp8'"),
+    (["quantization_config", "scale_fmt"], "fp32", "quantization_config.scale_fmt is 'fp32', allowed: 'ue8m0'"),
+    (["quantization_config", "expert_dtype"], "int4", "quantization_config.expert_dtype is 'int4', allowed: 'fp4'"),
+    (["eos_token_id"], 129280, "eos_token_id is 129280, allowed: 0..129279"),
+    (["eos_token_id"], [1], "eos_token_id is [1], allowed: an integer"),
+    (["bos_token_id"], -1, "bos_token_id is -1, allowed: 0..129279"),
+    (["pad_token_id"], None, "pad_token_id is None, allowed: an integer"),
+    (["image_token_id"], 129280, "image_token_id is 129280, allowed: -1 (none) or 0..129279"),
+    (["model_type"], ["deepseek_v41"], "model_type is ['deepseek_v41'], allowed: 'deepseek_v41'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [*((["text_config", key], value, message) for key, value, message in WRONG_VALUES), *WRONG_ELSEWHERE],
+    ids=str,
+)
+def test_wrong_values_in_a_file_are_refused_by_name(tmp_path, path, value, message):
+    """Through the file, so that NaN and Infinity, which Python's JSON reader takes, are among them."""
+    raw = copy.deepcopy(RAW)
+    place = raw
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError) as error:
         ModelConfig.from_file(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not valid JSON"):
+    assert str(error.value).startswith("config: ") and message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_flat_form_is_checked_too():
+    raw = flat_form(RAW)
+    for key, value in (("expert_dtype", "int4"), ("rope_factor", "16"), ("vision_dim", 0), ("norm_eps", -1)):
+        with pytest.raises(ValueError, match="config: "):
+            ModelConfig.from_dict({**raw, key: value})
+    assert ModelConfig.from_dict({**raw, "expert_dtype": "fp4", "scale_fmt": "ue8m0"}) == FLASH
+
+
+def test_a_model_without_compressed_layers_is_valid():
+    config = tiny_config(
+        compress_ratios=(0,) * 10, kv_source_layer_ids=(), index_source_layer_ids=(), candidate_source_layer_id=-1
+    )
+    assert {plan.mode for plan in config.layers} == {LayerMode.SWA}
+
+
+@pytest.mark.parametrize("config_class", [ModelConfig, ModelConfigV4])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"[1]", "holds list, allowed: a JSON object"),
+        (b"null", "holds NoneType, allowed: a JSON object"),
+        ('{"model_type": "\u00fc"}'.encode("latin-1"), "is not UTF-8"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "is not valid JSON"),
+    ],
+    ids=["truncated", "list", "null", "latin-1", "deep", "long number"],
+)
+def test_files_that_hold_no_object_are_named(tmp_path, config_class, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        config_class.from_file(tmp_path)
+    assert message in str(error.value) and str(tmp_path / "config.json") in str(error.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no config.json at"):
         ModelConfig.from_file(tmp_path)
 
 

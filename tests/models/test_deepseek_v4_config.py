@@ -97,7 +97,7 @@ def test_transformers_reads_the_released_config_alike() -> None:
         ({"mlp_layer_types": ["dense"] * 43}, r"config: mlp_layer_types\[0\] is 'dense'"),
         ({"num_hash_layers": -1}, "config: num_hash_layers is -1"),
         ({"scoring_func": "softmax"}, "config: scoring_func is 'softmax', allowed: 'sqrtsoftplus'"),
-        ({"tie_word_embeddings": True}, "config: tie_word_embeddings is True, allowed: False"),
+        ({"tie_word_embeddings": True}, "config: tie_word_embeddings is True, allowed: false"),
         ({"num_experts_per_tok": 300}, "config: num_experts_per_tok is 300, allowed: at most n_routed_experts = 256"),
         ({"o_groups": 7}, "config: o_groups is 7, allowed: a divisor of num_attention_heads = 64"),
         ({"qk_rope_head_dim": 256}, "config: qk_rope_head_dim is 256, allowed: even and at most index_head_dim = 128"),
@@ -105,12 +105,38 @@ def test_transformers_reads_the_released_config_alike() -> None:
         ({"rope_scaling": {"type": "yarn", "attention_factor": 1.2}}, "config: rope_scaling.attention_factor is 1.2"),
         ({"eos_token_id": "</s>"}, "config: eos_token_id is '</s>'"),
         ({"vocab_size": 0}, "config: vocab_size is 0, allowed: a positive integer"),
+        ({"num_hidden_layers": "43"}, "config: num_hidden_layers is '43', allowed: an integer"),
+        ({"num_hidden_layers": 10**15}, "config: compress_ratios is .* a list of"),
+        ({"num_key_value_heads": 8}, "config: num_key_value_heads is 8, allowed: 1"),
+        ({"norm_topk_prob": "false"}, "config: norm_topk_prob is 'false', allowed: true or false"),
+        ({"norm_topk_prob": False}, "config: norm_topk_prob is False, allowed: true"),
+        ({"rms_norm_eps": float("nan")}, "config: rms_norm_eps is nan, allowed: a number"),
+        ({"rms_norm_eps": -1}, "config: rms_norm_eps is -1, allowed: a positive"),
+        ({"swiglu_limit": -1.0}, "config: swiglu_limit is -1.0, allowed: a positive number"),
+        ({"hc_sinkhorn_iters": 0}, "config: hc_sinkhorn_iters is 0, allowed: a positive integer"),
+        ({"rope_theta": 0}, "config: rope_theta is 0, allowed: a positive"),
+        ({"rope_scaling": "yarn"}, "config: rope_scaling is 'yarn', allowed: an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": "16"}}, "config: rope_scaling.factor is '16', allowed: a number"),
+        ({"rope_scaling": None, "rope_parameters": [1]}, r"config: rope_parameters is \[1\], allowed: an object"),
+        ({"rope_scaling": None, "rope_parameters": {"compress": 1}}, "config: rope_parameters.compress is 1"),
+        ({"quantization_config": [1]}, r"config: quantization_config is \[1\], allowed: an object"),
+        ({"compress_rates": [4]}, r"config: compress_rates is \[4\], allowed: an object"),
+        ({"compress_ratios": [[0]] * 44}, r"config: compress_ratios\[0\] is \[0\], allowed: 0, 4, 128"),
+        ({"eos_token_id": [1, 129280]}, "config: eos_token_id is 129280, allowed: 0..129279"),
+        ({"bos_token_id": -1}, "config: bos_token_id is -1, allowed: 0..129279"),
     ],
     ids=str,
 )
 def test_wrong_config_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfigV4.from_dict({**V4_FLASH, **change})
+
+
+def test_share_of_rotated_dimensions_is_checked() -> None:
+    raw = {key: value for key, value in V4_FLASH.items() if key != "qk_rope_head_dim"}
+    assert ModelConfigV4.from_dict({**raw, "partial_rotary_factor": 0.125}).qk_rope_head_dim == 64
+    with pytest.raises(ValueError, match="config: partial_rotary_factor is 'half', allowed: a number"):
+        ModelConfigV4.from_dict({**raw, "partial_rotary_factor": "half"})
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "qk_rope_head_dim", "compress_ratios", "num_hash_layers"])
