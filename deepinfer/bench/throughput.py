@@ -32,11 +32,11 @@ class Comparison:
     batching: tuple[str, ...]  # of the baseline
 
 
-COMPARISONS = (
+COMPARISONS: tuple[Comparison, ...] = (
     Comparison("batch1", "batch 1, prompt 128, output 128", 2.0, ("one-batch",)),
     Comparison("mixed32", "32 requests, prompts 16-512, outputs 16-256", 4.0, ("one-batch", "sub-batches")),
 )
-QUICK = (
+QUICK: tuple[Comparison, ...] = (
     Comparison("quick-batch1", "quick: batch 1", 2.0, ("one-batch",)),
     Comparison("quick-mixed", "quick: 4 requests", 4.0, ("one-batch",)),
 )
@@ -97,10 +97,10 @@ def compare(ours: Worker, theirs: Worker, comparison: Comparison, repeats: int, 
     )
 
 
-def memory_record(ours: Worker, theirs: Worker, command: str) -> results.Record:
-    """Peak resident memory of both processes after all workloads."""
+def memory_record(ours: Worker, theirs: Worker, last: Comparison, command: str) -> results.Record:
+    """Peak resident memory of both processes, up to and with workload `last`."""
     return results.measured(
-        "CPU peak memory of the same runs",
+        f"CPU peak memory, {last.name}",
         part="1",
         unit="MiB",
         value=ours.peak_bytes / 2**20,
@@ -115,18 +115,23 @@ def memory_record(ours: Worker, theirs: Worker, command: str) -> results.Record:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="deepinfer bench throughput", description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="alternating measurements of each workload (default 3)")
+    names = [comparison.workload for comparison in COMPARISONS]
+    parser.add_argument("--workload", choices=names, help="only this one (default: all)")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; nothing is saved")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {options.repeats}")
     command = " ".join(["deepinfer bench throughput", *arguments])
+    comparisons = QUICK if options.quick else COMPARISONS
+    if options.workload and not options.quick:
+        comparisons = tuple(c for c in COMPARISONS if c.workload == options.workload)
     ours, theirs = Worker("deepinfer"), Worker("transformers")
     records = []
     try:
-        for comparison in QUICK if options.quick else COMPARISONS:
+        for comparison in comparisons:
             print(comparison.name)
             records.append(compare(ours, theirs, comparison, 1 if options.quick else options.repeats, command))
-        records.append(memory_record(ours, theirs, command))
+        records.append(memory_record(ours, theirs, comparisons[-1], command))
     finally:
         ours.close()
         theirs.close()
