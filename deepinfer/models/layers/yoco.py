@@ -20,7 +20,7 @@ from deepinfer.models.layers.step import Geometry, Rotation, StepMetadata, windo
 
 @dataclass(frozen=True)
 class DecoderHalf:
-    """What the decoder layers run on. Rows that a draft head taps would be added here."""
+    """What the decoder layers run on. A draft head taps these layers within one window of the end: all kept rows."""
 
     rows: Tensor  # int64 [M] rows of the step that go on
     step: StepMetadata  # the same step for these rows
@@ -40,7 +40,7 @@ def decoder_half(step: StepMetadata, config: ModelConfig) -> DecoderHalf:
         inputs=narrowed,
         sequence_of_row=step.sequence_of_row[rows],
         rotations={kind: Rotation(r.cos[rows], r.sin[rows]) for kind, r in step.rotations.items()},
-        window=window_plan(Geometry.of(narrowed), config.sliding_window, config.ring_size, True, oldest),
+        window=window_plan(Geometry.of(narrowed), config.sliding_window, step.ring_size, True, oldest),
         compression={ratio: replace(plan, visible=plan.visible[rows]) for ratio, plan in step.compression.items()},
     )
     return DecoderHalf(rows, decoder)
