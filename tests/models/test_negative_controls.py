@@ -35,7 +35,7 @@ def clearly_differs(got, expected):
     return (got - expected).abs().max() / expected.abs().max() > 1e-3
 
 
-original = {name: getattr(reference, name) for name in ("mhc_mixes", "attend")}
+original = {name: getattr(reference, name) for name in ("mhc_mixes", "attend", "engram", "rotate")}
 
 
 def transposed_combination(h, w, name, config):
@@ -80,6 +80,21 @@ def unshifted_block(h, p_prev, w, plan, context):
     return reference.mhc_mix_out(h, reference.moe(y, w, f"{name}.ffn", plan.layer_id, context), post, c), pre
 
 
+def engram_norm_over_all_streams(h, hash_ids, alive, w, name, config, numerics):
+    """The gated value, off by the ratio of a stream's own norm to the norm over all streams."""
+    joint = h.square().mean((-2, -1), keepdim=True).sqrt() / h.square().mean(-1, keepdim=True).sqrt()
+    out = original["engram"](h, hash_ids, alive, w, name, config, numerics)
+    return h + (out - h) / joint
+
+
+def group_at_its_last_token(x, table, inverse=False):
+    """A table of every second position is the one for groups: read it one position later."""
+    row = table.shape[1] * table.shape[2]
+    if table.stride(0) == 2 * row:
+        table = torch.as_strided(table, table.shape, table.stride(), table.storage_offset() + row)
+    return original["rotate"](x, table, inverse)
+
+
 PATCHES = {
     "combination transposed": ("mhc_mixes", transposed_combination),
     "rope on split halves": ("apply_rope", half_split_rope),
@@ -88,6 +103,8 @@ PATCHES = {
     "sink in the numerator": ("attend", sink_in_numerator),
     "no sink": ("attend", no_sink),
     "unshifted pre": ("block", unshifted_block),
+    "engram norm over all streams": ("engram", engram_norm_over_all_streams),
+    "group placed at its last token": ("rotate", group_at_its_last_token),
 }
 
 
@@ -100,13 +117,18 @@ def test_wrong_function(control, monkeypatch, expected):
     assert clearly_differs(got, expected)
 
 
+def test_softmax_gate(monkeypatch, expected):
+    monkeypatch.setattr(reference.F, "softplus", lambda x: x.softmax(-1).square())  # its square root is taken next
+    assert clearly_differs(logits(), expected)
+
+
 CONFIGS = {
-    "eps 1e-6 in place of 1e-20, on small activations": {"rms_norm_eps": 1e-2},
+    "an eps that is not negligible": {"rms_norm_eps": 1e-2},
     "one more visible window key": {"sliding_window": 17},
     "one more selected position": {"index_topk": 9},
     "one more candidate block": {"candidate_topk_blocks": 4},
     "no candidate restriction": {"candidate_source_layer_id": -1},
-    "one Sinkhorn iteration less than two": {"hc_sinkhorn_iters": 1},
+    "one Sinkhorn iteration": {"hc_sinkhorn_iters": 1},
     "gates not normalised": {"norm_topk_prob": False},
     "swiglu limit": {"swiglu_limit": 0.5},
     "yarn factor": {"rope_scaling": dataclasses.replace(CONFIG.rope_scaling, factor=1.0)},
