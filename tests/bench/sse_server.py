@@ -30,11 +30,13 @@ class Seen:
 class SseServer:
     """Answers of `max_tokens` tokens: the first chunk after `first_delay` seconds, the others `gap` apart.
 
-    `faults[i]` is the fault of request i (in order of arrival), by default `fault`.
+    `faults[i]` is the fault of request i (in order of arrival), by default `fault`.  Nothing is answered before
+    `hold_until` requests are in flight.
     """
 
     first_delay: float = 0.0
     gap: float = 0.0
+    hold_until: int = 1
     tokens_per_chunk: int = 1
     fault: str = ""
     faults: dict[int, str] = field(default_factory=dict)
@@ -43,6 +45,7 @@ class SseServer:
     peak: int = 0
     connections: int = 0
     port: int = 0
+    open: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:
@@ -64,7 +67,10 @@ class SseServer:
                 self.seen.append(seen)
                 self.in_flight += 1
                 self.peak = max(self.peak, self.in_flight)
+                if self.in_flight >= self.hold_until:
+                    self.open.set()
                 try:
+                    await self.open.wait()
                     await self.answer(writer, seen, fault)
                 finally:
                     self.in_flight -= 1

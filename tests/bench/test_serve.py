@@ -19,7 +19,7 @@ from tests.bench.sse_server import SseServer, running, some_requests
 from tests.checkpoints import write_tiny_checkpoint
 from tests.server.process import start_server
 
-SLACK = 0.3  # seconds that a busy machine may add to a delay
+SLACK = 1.0  # seconds that a busy machine may add to a delay, once
 
 
 def measure(
@@ -52,18 +52,19 @@ def test_latencies_are_those_of_the_server(chat: bool) -> None:
     with running(SseServer(first_delay=0.2, gap=0.04)) as server:
         samples = measure(server, count=3, output_len=6, max_concurrency=1, chat=chat).samples
     assert len(server.seen) == 3
+    excess = []
     for sample, seen in zip(samples, server.seen, strict=True):
         assert sample.error is None and sample.finish_reason == "length"
         assert (sample.prompt_tokens, sample.cached_tokens, sample.output_tokens) == (7, 3, 6)
-        assert sample.ttft is not None and sample.tpot is not None
-        assert 0.2 <= sample.ttft <= 0.2 + SLACK
-        assert len(sample.itl) == 5 and sample.itl == pytest.approx(np.diff(seen.chunks), abs=SLACK)
-        assert abs(np.median(np.array(sample.itl) - np.diff(seen.chunks))) < 0.02
-        assert sample.e2e == pytest.approx(sample.ttft + sum(sample.itl), abs=1e-6)
-        assert sample.tpot == pytest.approx(sum(sample.itl) / 5) and sample.tpot >= 0.03
         # Sent before it was received, and stamped after it was written: an exact lower bound on one clock.
         written = [time - seen.received for time in seen.chunks]
-        assert all(stamped >= since for stamped, since in zip(sample.chunk_times, written, strict=True))
+        late = [stamped - since for stamped, since in zip(sample.chunk_times, written, strict=True)]
+        assert min(late) >= 0 and written[0] >= 0.19
+        excess += late
+        assert sample.ttft == sample.chunk_times[0] and sample.e2e == sample.chunk_times[-1]
+        assert sample.itl == pytest.approx(np.diff(sample.chunk_times))
+        assert sample.tpot == pytest.approx((sample.e2e - sample.ttft) / 5)
+    assert np.median(excess) < 0.03 and max(excess) < SLACK
 
 
 def test_tokens_come_from_usage_and_not_from_chunks() -> None:
@@ -72,7 +73,7 @@ def test_tokens_come_from_usage_and_not_from_chunks() -> None:
         (sample,) = measure(server, count=1, output_len=10).samples
     assert sample.output_tokens == 10 and len(sample.chunk_times) == 5 and sample.tpot is not None
     assert sample.tpot == pytest.approx((sample.e2e - sample.chunk_times[0]) / 9)
-    assert np.mean(sample.itl) == pytest.approx(sample.tpot * 9 / 4) and np.mean(sample.itl) >= 0.06
+    assert np.mean(sample.itl) == pytest.approx(sample.tpot * 9 / 4) and sample.e2e >= 4 * 0.06
 
 
 def test_events_may_be_cut_anywhere() -> None:
@@ -90,12 +91,12 @@ def test_events_may_be_cut_anywhere() -> None:
         ("cut", "connection lost", ""),
         ("unfinished", "stream ended early", "finish_reason"),
         ("garbage", "malformed stream", "JSONDecodeError"),
-        ("hang", "timeout", "0.5 s"),
+        ("hang", "timeout", "after 2 s"),
     ],
 )
 def test_faults_have_kinds(fault: str, kind: str, message: str) -> None:
     with running(SseServer(faults={1: fault})) as server:
-        samples = measure(server, count=3, max_concurrency=1, timeout=0.5).samples
+        samples = measure(server, count=3, max_concurrency=1, timeout=2).samples
     assert [sample.error for sample in samples] == [None, kind, None]
     assert message in samples[1].message
 
@@ -113,18 +114,18 @@ def test_an_answer_without_usage_succeeds_without_token_counts() -> None:
 
 
 def test_closed_loop_keeps_its_number_in_flight() -> None:
-    with running(SseServer(first_delay=0.03, gap=0.01)) as server:
+    with running(SseServer(first_delay=0.03, gap=0.01, hold_until=5)) as server:
         load = measure(server, count=24, max_concurrency=5)
     summary = summarize(load, {}, (99,))
     assert server.connections == 5  # used again
     assert server.peak == 5 == summary["max_concurrent_requests"] and summary["completed"] == 24
     assert summary["mean_concurrent_requests"] > 3
     queued = [sample.queued for sample in load.samples]
-    assert max(queued[:5]) < SLACK and min(queued[5:]) >= 0.05 and queued[20:] > queued[5:9]
+    assert max(queued[:5]) < 0.03 <= min(queued[5:]) and min(queued[20:]) > max(queued[5:10])
 
 
 def test_burst_sends_all_at_once() -> None:
-    with running(SseServer(first_delay=0.5)) as server:
+    with running(SseServer(hold_until=200)) as server:
         load = measure(server, count=200, output_len=2)
     assert server.peak == 200 and all(sample.error is None for sample in load.samples)
     assert {seen.body["prompt"] for seen in server.seen} == {f"prompt {number}" for number in range(200)}
@@ -137,7 +138,7 @@ def test_open_loop_follows_its_plan_however_slow_the_answers() -> None:
     received = [seen.received - server.seen[0].received for seen in server.seen]
     assert np.median(np.abs(np.array(received) - planned)) < 0.05
     for sample, due in zip(load.samples, planned, strict=True):
-        assert sample.lag >= 0 and sample.queued < 0.01
+        assert sample.lag >= 0 and sample.queued < SLACK
         assert sample.started == pytest.approx(due + sample.lag + sample.queued)
 
 
@@ -212,7 +213,7 @@ def test_chat_and_every_dataset(command: Command, tmp_path: Path) -> None:
     sharegpt, trace, out = tmp_path / "sharegpt.json", tmp_path / "trace.jsonl", tmp_path / "out.json"
     turns = [{"from": "human", "value": "what is it?"}, {"from": "gpt", "value": "nothing much, really"}]
     sharegpt.write_text(json.dumps([{"conversations": turns}]))
-    lines = [{"timestamp": 150 * number, "prompt": f"trace {number}", "output_length": 2} for number in range(3)]
+    lines = [{"timestamp": 300 * number, "prompt": f"trace {number}", "output_length": 2} for number in range(3)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     with running(SseServer()) as server:
         common = ("--base-url", server.url, "--backend", "openai-chat", "--num-warmups", "0", "--output-json", str(out))
@@ -226,7 +227,7 @@ def test_chat_and_every_dataset(command: Command, tmp_path: Path) -> None:
             assert [seen.body["messages"][0]["content"] for seen in server.seen] == expected
             assert {seen.path for seen in server.seen} == {"/v1/chat/completions"}
         received = [seen.received - server.seen[0].received for seen in server.seen]
-        assert received == pytest.approx([0, 0.15, 0.3], abs=0.1)
+        assert received == pytest.approx([0, 0.3, 0.6], abs=0.25)
         assert json.loads(out.read_text())["request_rate"] == "trace"
         server.seen.clear()
         code, _, err = command(
@@ -259,17 +260,18 @@ def test_results_are_recorded_only_on_request(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["deepinfer", "bench", "serve", "--api-key", "abc", "--api-key=abc"])
-    with running(SseServer(gap=0.01)) as server:
+    with running(SseServer()) as server:
         common = ("--base-url", server.url, "--num-prompts", "3", *SMALL)
         assert command(*common)[0] == 0 and not list(tmp_path.iterdir())
         assert command(*common, "--record", "made-up server", "--save-result", "--result-dir", "runs")[0] == 0
     records = {record.name: record for record in load_records(tmp_path / "benchmarks" / "results" / "serve.json")}
     assert records["made-up server: output token throughput"].unit == "tok/s"
-    assert records["made-up server: median ITL"].value >= 10
     assert "made-up server: request goodput" not in records
     assert records["made-up server: median TTFT"].command == "deepinfer bench serve --api-key ... --api-key=..."
     (saved,) = (tmp_path / "runs").glob("openai-made-up-*.json")
-    assert "samples" not in json.loads(saved.read_text())
+    figures = json.loads(saved.read_text())
+    assert "samples" not in figures
+    assert records["made-up server: median ITL"].value == figures["median_itl_ms"]
 
 
 @pytest.mark.parametrize(
