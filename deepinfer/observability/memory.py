@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a collection while it is held may drop another engine
 _num_holders = 0  # the collector belongs to the process, which may hold several engines
 
 

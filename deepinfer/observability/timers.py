@@ -1,6 +1,6 @@
-"""Three clocks: named scopes on the CPU, event pairs on a GPU stream, event nodes inside a captured CUDA graph.
+"""Two clocks: named scopes on the CPU, and pairs of events on a GPU stream (inside a CUDA graph: graph_timer.py).
 
-Reading any of them never waits for the device: a time that is not ready yet is read later.
+Reading never waits for the device: a time that is not ready yet is read later.
 """
 
 from __future__ import annotations
