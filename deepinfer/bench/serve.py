@@ -20,7 +20,7 @@ import numpy as np
 
 from deepinfer.bench import serve_workload as workload
 from deepinfer.bench.results import Record, measured
-from deepinfer.bench.serve_client import Load, Sample, Target, connect, run_load
+from deepinfer.bench.serve_client import Load, Sample, Target, connect, error_message, run_load
 from deepinfer.bench.serve_report import summarize, table, warnings
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "timed_trace")
@@ -146,7 +146,8 @@ async def first_model(http: httpx.AsyncClient, server: str) -> str:
     url = f"{server}/v1/models"
     try:
         answer = await http.get(url, timeout=30)
-        answer.raise_for_status()
+        if answer.status_code != 200:
+            raise ServerUnusable(f"{url}: HTTP {answer.status_code}: {error_message(answer.content)}")
         return str(answer.json()["data"][0]["id"])
     except httpx.HTTPError as error:
         raise ServerUnusable(f"{url}: {error or repr(error)}") from None

@@ -114,7 +114,7 @@ async def _stream(http: httpx.AsyncClient, url: str, body: bytes, sample: Sample
     done = False
     async with http.stream("POST", url, content=body, headers=headers) as response:
         if response.status_code != 200:
-            raise _Failure(f"HTTP {response.status_code}", _error_message(await response.aread()))
+            raise _Failure(f"HTTP {response.status_code}", error_message(await response.aread()))
         async for data in _events(response):
             now = perf_counter() - begun
             if data == "[DONE]":
@@ -122,7 +122,7 @@ async def _stream(http: httpx.AsyncClient, url: str, body: bytes, sample: Sample
                 continue
             chunk = json.loads(data)
             if error := chunk.get("error"):
-                raise _Failure("error in the stream", _error_message(json.dumps({"error": error}).encode()))
+                raise _Failure("error in the stream", error_message(json.dumps({"error": error}).encode()))
             for choice in chunk.get("choices") or ():
                 sample.e2e = now
                 sample.finish_reason = choice.get("finish_reason") or sample.finish_reason
@@ -139,7 +139,7 @@ async def _stream(http: httpx.AsyncClient, url: str, body: bytes, sample: Sample
         sample.chunk_times.append(sample.e2e)
 
 
-def _error_message(raw: bytes) -> str:
+def error_message(raw: bytes) -> str:
     """The message of an OpenAI error body, else its text."""
     text = raw.decode(errors="replace")
     try:

@@ -60,7 +60,10 @@ class SseServer:
                 raw = await reader.readexactly(int(headers.get("content-length", 0)))
                 method, path, _ = head[0].split()
                 if method == "GET":
-                    respond(writer, 200, {"data": [{"id": "made-up"}]})
+                    if self.fault == "locked":
+                        respond(writer, 401, {"error": {"message": "wrong key"}})
+                    else:
+                        respond(writer, 200, {"data": [{"id": "made-up"}]})
                     continue
                 seen = Seen(path, headers, json.loads(raw), perf_counter())
                 fault = self.faults.get(len(self.seen), self.fault)

@@ -251,6 +251,9 @@ def test_failures_are_counted_and_only_total_failure_is_an_error(command: Comman
         assert code == 1 and "HTTP 429:" in out and "n/a" in out
         code, out, err = command("--base-url", server.url, "--num-prompts", "3", *SMALL)
         assert (code, out, err) == (1, "", "error: warm-up failed: HTTP 429: too many requests\n")
+    with running(SseServer(fault="locked")) as server:
+        code, _, err = command("--base-url", server.url, *SMALL)
+        assert (code, err) == (1, f"error: {server.url}/v1/models: HTTP 401: wrong key\n")
     code, _, err = command("--base-url", server.url, *SMALL)
     assert code == 1 and "/v1/models" in err and "Traceback" not in err
 
