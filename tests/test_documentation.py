@@ -44,11 +44,11 @@ def test_the_table_of_commands_is_complete() -> None:
 
 
 def test_the_table_of_routes_is_complete() -> None:
-    from deepinfer.server import chat, completions, misc, tokens
+    from deepinfer.server.app import ROUTERS
 
     paths = {
-        route.path.replace("{name:path}", "{id}")  # type: ignore[attr-defined]
-        for module in (chat, completions, misc, tokens)
+        route.path.replace("{name:path}", "{id}").replace("{response_id}", "{id}")  # type: ignore[attr-defined]
+        for module in ROUTERS
         for route in module.router.routes
     }
     table = README[README.index("| Route |") :]

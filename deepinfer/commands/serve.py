@@ -69,6 +69,13 @@ def serve(
     thinking: Annotated[
         bool, typer.Option("--thinking", help="Think by default: for chat requests that do not say.")
     ] = False,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may call the server (CORS); may be repeated; * means all."),
+    ] = None,
+    response_ttl: Annotated[
+        float, typer.Option(min=0, help="Seconds that /v1/responses keeps answers, in memory; 0 keeps none.")
+    ] = 24 * 3600.0,
     shutdown_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds that requests in flight get to finish when the server is stopped.")
     ] = 30,
@@ -91,7 +98,7 @@ def serve(
     num_blocks: options.NumBlocks = None,
     cache_memory: options.CacheMemory = None,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's Chat Completions and Completions API."""
+    """Serve a model over HTTP: OpenAI's Chat Completions, Completions and Responses, Anthropic's Messages."""
     levels = ("critical", "error", "warning", "info", "debug")
     if log_level not in levels:
         raise ValueError(f"--log-level must be one of {', '.join(levels)}, got {log_level!r}")
@@ -119,7 +126,9 @@ def serve(
         port=port,
         served_model_name=served_model_name,
         api_keys=tuple(api_key or ()),
+        allowed_origins=tuple(allowed_origin or ()),
         default_thinking=thinking,
+        response_ttl=response_ttl,
         shutdown_timeout=shutdown_timeout,
         log_level=log_level,
     )

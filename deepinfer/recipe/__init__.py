@@ -21,12 +21,13 @@ Way out::
     text += detokenizer.finish()                              # what is left at the end of the sequence
 
     parser = StreamParser(request.parsing)                    # or StreamParser(ParsingOptions(...))
-    for event in parser.push(text):                           # and parser.finish() at the end
+    for event in parser.push(text):
         match event:
             case ReasoningText(text): ...
             case AnswerText(text): ...
             case ToolCallStart(index, id, name): ...
             case ToolCallArguments(index, text): ...          # JSON text, in pieces
+    parser.finish("length")                                   # the rest, from why the engine ended ("stop": by itself)
     parser.stopped                                            # True once a stop string matched: abort the sequence
     parser.finish_reason("stop")                              # "stop" | "length" | "tool_calls" | "content_filter"
 

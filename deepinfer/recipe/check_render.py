@@ -95,7 +95,7 @@ def _actual_render(vector: Vector, request: ConversationRequest, tokenizer: Toke
         "expected_prompt": prompt.text,
         "expected_special_ranges": [list(span) for span in prompt.control_ranges],
         "expected_conversation": conversation_record(request),
-        "expected_parsing_options": _plain(asdict(request.parsing)),
+        "expected_parsing_options": _parsing_record(request),
         "expected_inference_options": _inference_record(request),
         "expected_stream": request.stream,
         "expected_namespace_tool_map": {name: list(pair) for name, pair in request.namespaces.items()},
@@ -105,6 +105,12 @@ def _actual_render(vector: Vector, request: ConversationRequest, tokenizer: Toke
         out["expected_token_ids"] = encode_prompt(prompt, tokenizer)
         out["other_token_ids"] = encode_prompt(other_prompt, tokenizer)
     return out
+
+
+def _parsing_record(request: ConversationRequest) -> dict[str, Any]:
+    record = _plain(asdict(request.parsing))
+    del record["include_stop_string"]  # ours; no protocol of the library asks for it
+    return record
 
 
 def _inference_record(request: ConversationRequest) -> dict[str, Any]:

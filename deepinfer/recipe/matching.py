@@ -150,10 +150,11 @@ class HoldBack:
 class StopStrings:
     """Stop strings alone: what may be shown, until one of them is complete."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for an empty stop string."""
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """``include`` shows the stop string that matched.  Raises ValueError for an empty one."""
         if not all(stops):
             raise ValueError("stop strings must not be empty")
+        self._include = include
         self._pending = HoldBack(Delimiters(stops))
         self.stopped: str | None = None
 
@@ -163,7 +164,8 @@ class StopStrings:
             return "", self.stopped
         self._pending.add(Piece(text))
         out, self.stopped = self._pending.next()
-        return "".join(piece.text for piece in out), self.stopped
+        last = self.stopped if self.stopped is not None and self._include else ""
+        return "".join(piece.text for piece in out) + last, self.stopped
 
     def finish(self) -> str:
         """Text held back because it began like a stop string."""

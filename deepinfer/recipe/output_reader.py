@@ -78,7 +78,7 @@ class OutputReader:
         """Events at the end of the output.  Bytes of a character that was cut off are dropped."""
         if self.finish_reason is not None:
             return []
-        events = self.parser.finish()
+        events = self.parser.finish(engine_reason)
         self.finish_reason = self.parser.finish_reason(engine_reason)
         return events
 

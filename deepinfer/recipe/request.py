@@ -18,7 +18,8 @@ class ParsingOptions:
     """How to read the model's output.
 
     ``starts_in_tool_calls``: the prompt opened a tool block (required tool choice).  ``parse_json_output``: keep only
-    the JSON of the answer, without fences and text around it.
+    the JSON of the answer, without fences and text around it.  ``include_stop_string``: the stop string that ends the
+    output is part of the answer.
     """
 
     parse_tool_calls: bool = False
@@ -26,6 +27,7 @@ class ParsingOptions:
     parse_json_output: bool = False
     thinking_initial_stage: InitialStage | None = None
     stop_sequences: tuple[str, ...] = ()
+    include_stop_string: bool = False
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class ResponsesStream:
         self._logprobs: list[Any] = []
         self._input: CustomInput | None = None
         self._status = "in_progress"
+        self._error: Json | None = None
 
     @staticmethod
     def event_name(event: Json) -> str | None:
@@ -69,8 +70,17 @@ class ResponsesStream:
         return self._after(self.reader.push_tokens(token_ids, logprobs))
 
     def finish(self, engine_reason: str = "stop") -> list[Json]:
-        """Last events; ``engine_reason``: "stop", "length" or "content_filter"."""
+        """Last events; ``engine_reason``: "stop", "length", "content_filter" or "abort" (cancelled)."""
         return self._after(self.reader.finish(engine_reason))
+
+    def fail(self, message: str) -> list[Json]:
+        """Last events of a response that cannot go on."""
+        if self.done:
+            return []
+        self._error = {"code": "server_error", "message": message}
+        events = self._close("incomplete")
+        self.done, self._status = True, "failed"
+        return [*events, self._event("response.failed", response=self.response())]
 
     def response(self) -> Json:
         """The response object as it stands."""
@@ -78,8 +88,9 @@ class ResponsesStream:
         return {
             "id": self._id, "object": "response", "created_at": self._created, "status": self._status,
             "background": False, "completed_at": int(self._now()) if self.done else None, "content_filters": None,
-            "error": None, "frequency_penalty": 0.0, "incomplete_details": {"reason": reason} if reason else None,
-            "max_tool_calls": None, "model": self._model, "moderation": None,
+            "error": self._error, "frequency_penalty": 0.0,
+            "incomplete_details": {"reason": reason} if reason else None, "max_tool_calls": None,
+            "model": self._model, "moderation": None,
             "output": [dict(item) for item in self._output], "parallel_tool_calls": True, "presence_penalty": 0.0,
             "previous_response_id": None, "prompt_cache_key": None, "prompt_cache_retention": None,
             "safety_identifier": None, "service_tier": "default", "store": False, "truncation": "disabled",
@@ -93,9 +104,9 @@ class ResponsesStream:
         events = [event for item in parsed for event in self._read(item)]
         if self.reader.finish_reason is not None:
             reason = self.reader.finish_reason
-            status = "incomplete" if reason in _INCOMPLETE else "completed"
+            status = "completed" if reason not in (*_INCOMPLETE, "abort") else "incomplete"
             events += self._close(status)
-            self.done, self._status = True, status
+            self.done, self._status = True, "cancelled" if reason == "abort" else status
             events.append(self._event(f"response.{status}", response=self.response()))
         return events
 

@@ -55,14 +55,20 @@ class StreamParser:
         self._pending.add(Piece(text, tuple(logprobs)))
         return self._read()
 
-    def finish(self) -> list[Event]:
-        """End of the output: what was held back comes out."""
+    def finish(self, engine_reason: str = "stop") -> list[Event]:
+        """End of the output: what was held back comes out.
+
+        A model that ends by itself without closing its reasoning has said all it will say: the reasoning is repeated
+        as the answer, so that no reply is empty.  One that was cut off ("length") was still thinking.
+        """
         if self._state == "done":
             return []
         if self._tools is not None:
             events = self._tools.finish()
         else:
             events = self._emit(self._pending.rest())
+            if self._state == "reasoning" and engine_reason == "stop" and self.reasoning.strip():
+                events.append(AnswerText(self.reasoning))
         self._state = "done"
         return events
 
@@ -115,6 +121,7 @@ class StreamParser:
         if found in self.options.stop_sequences and self._state in ("answer", "json"):
             self.stop_string = found
             self._state = "done"
+            return [AnswerText(found)] if self.options.include_stop_string else []
         elif found == OPENING_MARK:
             self._tools = self._dsml()
             return [event for piece in self._pending.rest() for event in self._tools.push(piece.text)]

@@ -17,6 +17,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 async def read_json(request: Request) -> dict[str, Any]:
     """The body as a JSON object.  ApiError 400 for anything else, 413 beyond MAX_BODY_BYTES."""
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
+        raise ApiError(f"the request body is larger than {MAX_BODY_BYTES} bytes", status=413)
     received = bytearray()
     async for piece in request.stream():
         received += piece

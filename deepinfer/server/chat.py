@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from deepinfer.outputs import TokenLogprob
-from deepinfer.recipe import (
-    ChatStream,
-    ConversationRequest,
-    ConversionOptions,
-    Prompt,
-    convert_chat_request,
-    encode_prompt,
-    render,
-)
+from deepinfer.recipe import ChatStream, ConversationRequest, convert_chat_request
 from deepinfer.server.body import read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
-from deepinfer.server.logprobs import finite
+from deepinfer.server.prompts import PreparedPrompt, prepare
 from deepinfer.server.protocol import ChatRequest
-from deepinfer.server.state import ServerState, server_state, start_sequences
+from deepinfer.server.recipe_reader import RecipeReader
+from deepinfer.server.state import ServerState, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import collect, event_stream, merge
 from deepinfer.server.text_engine import Delta
 from deepinfer.server.usage import usage_body
@@ -35,42 +25,9 @@ Chunk = dict[str, Any]
 router = APIRouter()
 
 
-@dataclass
-class PreparedChat:
-    """A chat request up to the point where the engine takes over."""
-
-    conversation: ConversationRequest
-    prompt: Prompt
-    token_ids: list[int]
-
-
-def prepare_chat(state: ServerState, raw: dict[str, Any]) -> PreparedChat:
+def prepare_chat(state: ServerState, raw: dict[str, Any]) -> PreparedPrompt:
     """Messages to token IDs.  ApiError 400 naming the field for whatever recipe refuses."""
-    name = state.text.name
-    options = ConversionOptions({name: state.text.model_version}, default_thinking=state.default_thinking)
-    body = raw | {"model": name} | _thinking_of_template(raw)
-    for field_name in ("max_tokens", "max_completion_tokens", "stream_options"):
-        body.pop(field_name, None)  # checked by ChatRequest, in the server's own terms
-    try:
-        conversation = convert_chat_request(body, options)
-        check_promises(conversation)
-        prompt = render(conversation.conversation, conversation.model_version)
-        return PreparedChat(conversation, prompt, encode_prompt(prompt, state.text.tokenizer))
-    except ValueError as error:
-        raise from_value_error(error, "messages") from None
-
-
-def check_promises(request: ConversationRequest) -> None:
-    """Refuse what recipe can write into a prompt but nothing here can keep yet."""
-    for number, tool in enumerate(request.conversation.tools):
-        if tool.strict:
-            refused = "strict tools are not supported: structured output is not enforced yet"
-            raise ApiError(refused, param=f"tools[{number}].function.strict", code="unsupported_parameter")
-    for message in request.conversation.messages:
-        for part in message.content:
-            if not isinstance(part, str):
-                refused = "images are not supported: only text is read so far"
-                raise ApiError(refused, param=part.path.lstrip(".") or "messages", code="unsupported_parameter")
+    return prepare(state, raw | _thinking_of_template(raw), convert_chat_request, "messages")
 
 
 def _thinking_of_template(raw: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +44,7 @@ def _thinking_of_template(raw: dict[str, Any]) -> dict[str, Any]:
 
 @router.post("/v1/chat/completions", openapi_extra=request_schema(ChatRequest))
 async def create_chat_completion(request: Request) -> Response:
-    arrival = time.monotonic()
+    ticket = open_ticket(request, "chatcmpl-")
     state = server_state(request)
     raw = await read_json(request)
     body = validate(ChatRequest, raw)
@@ -95,55 +52,42 @@ async def create_chat_completion(request: Request) -> Response:
     prepared = prepare_chat(state, raw)
     try:
         params = body.sampling_params(body.limit, body.logprob_count)
+        conversation = prepared.with_stop(body.stop_strings, body)
     except ValueError as error:
         raise from_value_error(error) from None
-    answer = ChatAnswer(state, body, prepared)
-    streams = start_sequences(
-        state, [prepared.token_ids], params, body.n or 1, answer.open_choice, arrival, "messages"
-    )
+    answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)
+    streams = start_sequences(state, [prepared.token_ids], params, body.n or 1, answer.open_choice, ticket, "messages")
     if body.stream:
         return event_stream(answer.chunks(merge(request, streams)))
     await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
     return JSONResponse(answer.body())
 
 
-class ChatChoice:
-    """One answer: recipe's stream, as a Reader of text_engine.  Its pieces are lists of chunks."""
+class ChatChoice(RecipeReader[ChatStream]):
+    """One answer."""
 
-    def __init__(self, stream: ChatStream):
-        self.stream = stream
-        self.token_ids: list[int] = []
-        self.stop_reason: int | str | None = None
-        self.announced = 0  # token IDs that chunks have carried so far
-
-    def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[list[Chunk], str | None]:
-        values = None if logprob is None else [(finite(logprob.logprob), [(i, finite(lp)) for i, lp in logprob.top])]
-        return self.stream.push_tokens([token_id], values), self.stream.reader.parser.stop_string
-
-    def finish(self, reason: str) -> list[Chunk]:
-        return self.stream.finish(reason)
-
-    def add(self, delta: Delta[list[Chunk]]) -> list[Chunk]:
-        """Take a delta in; the chunks to send, none while everything is held back."""
-        self.token_ids += delta.token_ids
-        self.stop_reason = delta.stop_reason
-        return [chunk for chunks in delta.pieces for chunk in chunks]
+    announced = 0  # token IDs that chunks have carried so far
 
 
 class ChatAnswer:
     """The response object, whole or in chunks."""
 
-    def __init__(self, state: ServerState, body: ChatRequest, prepared: PreparedChat):
-        self.state, self.request, self.prepared = state, body, prepared
+    def __init__(
+        self,
+        state: ServerState,
+        body: ChatRequest,
+        prepared: PreparedPrompt,
+        conversation: ConversationRequest,
+        answer_id: str,
+    ):
+        self.state, self.request, self.prepared, self.conversation = state, body, prepared, conversation
         self.choices: list[ChatChoice] = []
-        self.id, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        self.id, self.created = answer_id, int(time.time())
 
     def open_choice(self) -> ChatChoice:
         """The reader of the next choice."""
         text = self.state.text
-        stream = ChatStream(
-            self.prepared.conversation, self.id, text.name, self.created, text.tokenizer, len(self.choices)
-        )
+        stream = ChatStream(self.conversation, self.id, text.name, self.created, text.tokenizer, len(self.choices))
         self.choices.append(ChatChoice(stream))
         return self.choices[-1]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from deepinfer.server.body import read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.logprobs import completion_logprobs, token_text
 from deepinfer.server.protocol import CompletionRequest
-from deepinfer.server.state import ServerState, server_state, start_sequences
+from deepinfer.server.state import ServerState, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import collect, event_stream, merge
 from deepinfer.server.text_engine import Delta, TextReader
 from deepinfer.server.usage import usage_body
@@ -27,7 +26,7 @@ MAX_PROMPTS = 256
 
 @router.post("/v1/completions", openapi_extra=request_schema(CompletionRequest))
 async def create_completion(request: Request) -> Response:
-    arrival = time.monotonic()
+    ticket = open_ticket(request, "cmpl-")
     state = server_state(request)
     body = validate(CompletionRequest, await read_json(request))
     state.check_model(body.model)
@@ -42,10 +41,11 @@ async def create_completion(request: Request) -> Response:
     n = body.n or 1
 
     def open_reader() -> TextReader:
-        return TextReader(state.text.tokenizer, stop)
+        return TextReader(state.text.tokenizer, stop, bool(body.include_stop_str_in_output))
 
-    streams = start_sequences(state, prompts, params, n, open_reader, arrival, "prompt")
-    answer = Answer(state, body, [Choice(index, prompts[index // n]) for index in range(len(streams))])
+    streams = start_sequences(state, prompts, params, n, open_reader, ticket, "prompt")
+    choices = [Choice(index, prompts[index // n]) for index in range(len(streams))]
+    answer = Answer(state, body, choices, ticket.answer_id)
     if body.stream:
         return event_stream(answer.chunks(merge(request, streams)))
     await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
@@ -89,10 +89,10 @@ class Choice:
 class Answer:
     """The response object, whole or in chunks."""
 
-    def __init__(self, state: ServerState, body: CompletionRequest, choices: list[Choice]):
+    def __init__(self, state: ServerState, body: CompletionRequest, choices: list[Choice], answer_id: str):
         self.state, self.request, self.choices = state, body, choices
         self.head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": answer_id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": state.text.name,

@@ -1,14 +1,20 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the shape that the client's protocol expects, without a traceback.
+
+OpenAI: `{"error": {"message", "type", "param", "code"}}`.
+Anthropic: `{"type": "error", "error": {"type", "message"}}`, whose message names the field.
+"""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from deepinfer.errors import EngineStoppedError
 from deepinfer.recipe import RequestError
@@ -16,7 +22,9 @@ from deepinfer.recipe import RequestError
 logger = logging.getLogger("deepinfer.server")
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 _MAX_ECHO = 200  # characters of a client's own text repeated in a message
+RETRY_AFTER = "5"  # seconds, with a 503
 
 
 class ApiError(Exception):
@@ -29,10 +37,32 @@ class ApiError(Exception):
     def body(self) -> dict:
         return error_body(self.message, self.status, self.param, self.code)
 
+    def anthropic_body(self) -> dict:
+        return anthropic_error_body(self.message, self.status, self.param)
+
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict:
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def anthropic_error_body(message: str, status: int, param: str | None = None) -> dict:
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    if param and param not in message:
+        message = f"{param}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether the client expects Anthropic's shapes: by the path, or by the header of its clients."""
+    return scope["path"].startswith("/v1/messages") or any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+def error_response(scope: Scope, error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """The error as an answer to this request."""
+    known = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": RETRY_AFTER}}.get(error.status, {})
+    body = error.anthropic_body() if speaks_anthropic(scope) else error.body()
+    return JSONResponse(body, error.status, known | (headers or {}))
 
 
 def from_value_error(error: ValueError, param: str | None = None) -> ApiError:
@@ -53,39 +83,39 @@ def from_validation_error(error: ValidationError) -> ApiError:
     for part in first["loc"]:
         path += f"[{part}]" if isinstance(part, int) else ("." if path else "") + str(part)
     message = f"{path}: {first['msg']}" if path else first["msg"]
-    given = first.get("input")
+    given: Any = first.get("input")
     if isinstance(given, bool | int | float | str):
         message += f", got {repr(given)[:_MAX_ECHO]}"
     return ApiError(message, param=path or None)
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Answer every failure, the framework's own 404 and 405 included, in the one shape and without a traceback."""
+    """Answer every failure, the framework's own 404 and 405 included, in the protocol's shape."""
 
     @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-        return JSONResponse(error.body(), error.status, headers)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error_response(request.scope, error)
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
             message = f"no such path: {request.method} {request.url.path}"
         elif error.status_code == 405:
             message = f"{request.method} is not allowed on {request.url.path}"
         else:
             message = str(error.detail)
-        return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)
+        headers = dict(error.headers) if error.headers else None
+        return error_response(request.scope, ApiError(message, error.status_code), headers)
 
     @app.exception_handler(EngineStoppedError)
-    async def engine_stopped(request: Request, error: EngineStoppedError) -> JSONResponse:
-        return JSONResponse(error_body("the engine is not running", 503), 503)
+    async def engine_stopped(request: Request, error: EngineStoppedError) -> Response:
+        return error_response(request.scope, ApiError("the engine is not running", 503))
 
     @app.exception_handler(ClientDisconnect)
     async def client_gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it; it counts in http_requests_total
 
     @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+    async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("unexpected error in %s %s", request.method, request.url.path, exc_info=error)
-        return JSONResponse(error_body("internal server error", 500), 500)
+        return error_response(request.scope, ApiError("internal server error", 500))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import signal
 import socket
+import time
+from dataclasses import asdict
+from types import FrameType
 
 import uvicorn
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.server.app import create_app
 from deepinfer.server.metrics import Metrics
+from deepinfer.server.response_store import DEFAULT_TTL, ResponseStore
 from deepinfer.server.state import ServerState
 from deepinfer.server.text_engine import load_text_engine
 
@@ -22,7 +28,9 @@ def run_server(
     port: int = 8000,
     served_model_name: str | None = None,
     api_keys: tuple[str, ...] = (),
+    allowed_origins: tuple[str, ...] = (),
     default_thinking: bool = False,
+    response_ttl: float = DEFAULT_TTL,
     shutdown_timeout: int = 30,
     log_level: str = "info",
 ) -> None:
@@ -34,14 +42,44 @@ def run_server(
     with listener:
         show_log(log_level)
         text = load_text_engine(model, config, served_model_name)
-        state = ServerState(text, Metrics(text.name), api_keys, default_thinking)
+        state = ServerState(
+            text,
+            Metrics(text.name),
+            api_keys,
+            default_thinking,
+            engine_config=json.loads(json.dumps(asdict(config), default=str)),
+            responses=ResponseStore(response_ttl),
+        )
         bound_host, bound_port = listener.getsockname()[:2]
         bound_host = f"[{bound_host}]" if ":" in bound_host else bound_host
         print(f"serving {text.name!r} at http://{bound_host}:{bound_port}/v1", flush=True)
-        settings = uvicorn.Config(
-            create_app(state), log_level=log_level, timeout_graceful_shutdown=shutdown_timeout, lifespan="on"
-        )
-        uvicorn.Server(settings).run(sockets=[listener])
+        settings = uvicorn.Config(create_app(state, allowed_origins), log_level=log_level, lifespan="on")
+        DrainingServer(settings, state, shutdown_timeout).run(sockets=[listener])
+
+
+class DrainingServer(uvicorn.Server):
+    """The first signal refuses new requests and lets running ones finish; a second one, or the timeout, cancels them.
+
+    Meanwhile the server answers, so that /ready says 503 to whoever balances the load.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, timeout: float):
+        super().__init__(config)
+        self.state, self.timeout = state, timeout
+        self.deadline = 0.0  # when to cancel, on the monotonic clock
+        self.signal = signal.SIGTERM
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        again = self.state.draining
+        self.state.draining, self.signal = True, signal.Signals(sig)
+        self.deadline = time.monotonic() + (0.0 if again else self.timeout)
+
+    async def on_tick(self, counter: int) -> bool:
+        left = self.deadline - time.monotonic()
+        if self.state.draining and not self.should_exit and (left <= 0 or not self.state.running):
+            self.config.timeout_graceful_shutdown = max(0.0, left)  # type: ignore[assignment]
+            super().handle_exit(self.signal, None)
+        return await super().on_tick(counter)
 
 
 def show_log(level: str) -> None:

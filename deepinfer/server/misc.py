@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,32 +10,36 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from deepinfer import __version__
-from deepinfer.server.errors import error_body
+from deepinfer.server.errors import ApiError, error_response, speaks_anthropic
 from deepinfer.server.state import ServerState, server_state
 
 router = APIRouter()
 
 
-def model_card(state: ServerState) -> dict[str, Any]:
-    return {
-        "id": state.text.name,
-        "object": "model",
-        "created": state.created,
-        "owned_by": "deepinfer",
-        "max_model_len": state.text.max_model_len,
-    }
+def model_card(state: ServerState, anthropic: bool) -> dict[str, Any]:
+    name, created = state.text.name, state.created
+    if anthropic:
+        created_at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return {"type": "model", "id": name, "display_name": name, "created_at": created_at}
+    limit = state.text.max_model_len
+    return {"id": name, "object": "model", "created": created, "owned_by": "deepinfer", "max_model_len": limit}
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [model_card(server_state(request))]}
+    """What is served; in Anthropic's shape for clients that send `anthropic-version`."""
+    anthropic = speaks_anthropic(request.scope)
+    card = model_card(server_state(request), anthropic)
+    if anthropic:
+        return {"data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+    return {"object": "list", "data": [card]}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     state = server_state(request)
     state.check_model(name)
-    return model_card(state)
+    return model_card(state, speaks_anthropic(request.scope))
 
 
 @router.get("/health")
@@ -43,7 +48,7 @@ async def get_model(request: Request, name: str) -> dict[str, Any]:
 async def health(request: Request) -> Response:
     """200 while the engine's thread runs; 503 once it has died."""
     if not server_state(request).text.engine.is_running:
-        return JSONResponse(error_body("the engine is not running", 503), 503)
+        return error_response(request.scope, ApiError("the engine is not running", 503))
     return JSONResponse({"status": "ok"})
 
 

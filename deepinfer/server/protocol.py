@@ -12,7 +12,7 @@ MAX_CHOICES = 128  # n
 MAX_STOP = 16
 
 # field -> (values that change nothing and are therefore accepted, why anything else is refused)
-_NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
+NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "best_of": ((1,), "ask for n answers and choose among them"),
     "use_beam_search": ((False,), "only sampling and greedy decoding exist"),
     "length_penalty": ((1.0,), "it only matters to beam search"),
@@ -31,9 +31,8 @@ _NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "cache_salt": ((), "there is no prefix cache to salt"),
     "kv_transfer_params": ((), "this server runs prefill and decode in one process"),
     "skip_special_tokens": ((True,), "control tokens never appear in the text; ask for return_token_ids"),
-    "include_stop_str_in_output": ((False,), "the stop string is not part of the answer"),
 }
-_NOT_CHAT = _NOT_SAMPLED | {
+_NOT_CHAT = NOT_SAMPLED | {
     "response_format": (({"type": "text"},), "only {\"type\": \"text\"} can be guaranteed so far"),
     "functions": (([],), "use tools"),
     "function_call": (("none",), "use tool_choice"),
@@ -52,7 +51,7 @@ _NOT_CHAT = _NOT_SAMPLED | {
     "continue_final_message": ((False,), "mark the last assistant message with \"prefix\": true"),
     "add_generation_prompt": ((True,), "the answer always starts a new assistant turn"),
 }
-_NOT_COMPLETION = _NOT_SAMPLED | {
+_NOT_COMPLETION = NOT_SAMPLED | {
     "suffix": (("",), "the model completes text at its end only"),
     "response_format": (({"type": "text"},), "structured output is not enforced yet"),
 }
@@ -91,6 +90,7 @@ class SamplingRequest(BaseModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None

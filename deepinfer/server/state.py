@@ -2,49 +2,84 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fastapi import Request
 
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.metrics import Metrics, SequenceClock
+from deepinfer.server.response_store import ResponseStore
+from deepinfer.server.running import RunningRequests, Ticket
 from deepinfer.server.text_engine import Delta, Piece, Reader, TextEngine
 
 
 @dataclass
 class ServerState:
-    """`default_thinking` decides for chat requests that do not say whether to think."""
+    """`default_thinking` decides for requests that do not say whether to think; `engine_config` is for /server_info.
+
+    While `draining`, requests in progress go on and new ones are refused.  `background` holds the tasks of responses
+    that nobody waits for.
+    """
 
     text: TextEngine
     metrics: Metrics
     api_keys: tuple[str, ...] = ()
     default_thinking: bool = False
+    engine_config: dict[str, Any] = field(default_factory=dict)
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.running = RunningRequests(self.text.engine.abort)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.text.name:
             message = f"model must be {self.text.name!r}, got {name[:200]!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
+    def check_serving(self) -> None:
+        """ApiError 503 while the engine is not running, or the server is about to stop."""
+        if self.draining:
+            raise ApiError("the server is shutting down", status=503)
+        if not self.text.engine.is_running:
+            raise ApiError("the engine is not running", status=503)
+
 
 def server_state(request: Request) -> ServerState:
     return request.app.state.server
 
 
-def check_prompt(state: ServerState, prompt: Sequence[int], max_tokens: int | None, param: str) -> None:
+def open_ticket(request: Request, prefix: str) -> Ticket:
+    """The ticket of a request that has just arrived; its answer's id starts with `prefix`."""
+    answer_id = prefix + uuid.uuid4().hex
+    return Ticket(owner_of(request), getattr(request.state, "request_id", answer_id), answer_id, time.monotonic())
+
+
+def owner_of(request: Request) -> str:
+    return getattr(request.state, "owner", "")
+
+
+def check_prompt(
+    state: ServerState, prompt: Sequence[int], max_tokens: int | None, param: str, limit_param: str = "max_tokens"
+) -> None:
     """ApiError 400 if the prompt and the answer asked for cannot fit into the context."""
     limit = state.text.max_model_len
     if not prompt:
         raise ApiError(f"{param} must not be empty", param=param)
     if len(prompt) >= limit or len(prompt) + (max_tokens or 0) > limit:
-        asked = f" and max_tokens asks for {max_tokens} more" if max_tokens else ""
+        asked = f" and {limit_param} asks for {max_tokens} more" if max_tokens else ""
         raise ApiError(
             f"{param} has {len(prompt)} tokens{asked}; this model's context holds {limit} tokens, prompt and answer",
-            param="max_tokens" if max_tokens and len(prompt) < limit else param,
+            param=limit_param if max_tokens and len(prompt) < limit else param,
             code="context_length_exceeded",
         )
 
@@ -55,37 +90,40 @@ def start_sequences(
     params: SamplingParams,
     n: int,
     reader: Callable[[], Reader[Piece]],
-    arrival: float,
+    ticket: Ticket,
     param: str,
 ) -> list[AsyncGenerator[Delta[Piece], None]]:
     """`n` sequences of each prompt, in order of their choice index.  Nothing runs before the first is iterated.
 
     Every prompt is checked first, so that a bad one is a 400 (naming `param`) and nothing has started.
     """
+    state.check_serving()
     streams = []
     for prompt in prompts:
         check_prompt(state, prompt, params.max_tokens, param)
         for choice in range(n):
             # Choices of one request are separate requests to the engine: each can stop at its own stop string.
             seed = None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1)
+            engine_id = uuid.uuid4().hex
             try:
-                stream = state.text.stream(prompt, replace(params, seed=seed), reader())
+                stream = state.text.stream(prompt, replace(params, seed=seed), reader(), engine_id)
             except ValueError as error:
                 refused = from_value_error(error)
                 refused.param = param if refused.param == "prompt_token_ids" else refused.param
                 raise refused from None
-            streams.append(_observed(state, stream, arrival))
+            streams.append(_observed(state, stream, ticket, engine_id))
     for prompt in prompts:
         state.metrics.admit(len(prompt), n, params.max_tokens)
     return streams
 
 
 async def _observed(
-    state: ServerState, stream: AsyncGenerator[Delta[Piece], None], arrival: float
+    state: ServerState, stream: AsyncGenerator[Delta[Piece], None], ticket: Ticket, engine_id: str
 ) -> AsyncGenerator[Delta[Piece], None]:
-    """The stream of one sequence, measured."""
-    clock = SequenceClock(state.metrics, arrival)
+    """The stream of one sequence, measured, and known as running."""
+    clock = SequenceClock(state.metrics, ticket.arrival)
     reason, times = "abort", None  # the reason if the generator is closed early
+    state.running.add(engine_id, ticket)
     try:
         async with aclosing(stream):
             async for delta in stream:
@@ -97,4 +135,5 @@ async def _observed(
         reason = "error"
         raise
     finally:
+        state.running.remove(engine_id)
         clock.end(reason, times)

@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from deepinfer.server.errors import ApiError, error_body
+from deepinfer.server.errors import ApiError
 from deepinfer.server.text_engine import Delta, Piece
 
 logger = logging.getLogger("deepinfer.server")
@@ -74,21 +74,33 @@ async def collect(
         raise ApiError("the server is shutting down", status=503) from None
 
 
-def event_stream(events: AsyncGenerator[dict[str, Any], None]) -> StreamingResponse:
-    """Server-sent events, closed by [DONE]; an error after the first byte becomes an event of OpenAI's error shape."""
+def event_stream(
+    events: AsyncGenerator[dict[str, Any], None],
+    named: bool = False,
+    error_event: Callable[[ApiError], dict[str, Any]] = ApiError.body,
+) -> StreamingResponse:
+    """Server-sent events; an error after the first byte becomes an event too, in the shape of `error_event`.
+
+    Named events carry their type as name; unnamed ones are closed by [DONE], as Chat Completions has it.
+    """
+
+    def line(event: dict[str, Any]) -> str:
+        name = f"event: {event['type']}\n" if named else ""
+        return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
     async def lines() -> AsyncGenerator[str, None]:
         async with aclosing(events):
             try:
                 async for event in events:
-                    yield f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+                    yield line(event)
             except ClientDisconnect:
                 return
             except ApiError as error:
-                yield f"data: {json.dumps(error.body())}\n\n"
+                yield line(error_event(error))
             except Exception:  # the status has been sent already: the client learns of it in the stream
                 logger.exception("a stream broke off")
-                yield f"data: {json.dumps(error_body('internal server error', 500))}\n\n"
-            yield "data: [DONE]\n\n"
+                yield line(error_event(ApiError("internal server error", 500)))
+            if not named:
+                yield "data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

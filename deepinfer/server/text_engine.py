@@ -54,10 +54,10 @@ class Delta(Generic[Piece]):
 
 
 class TextReader:
-    """Plain text that ends before a stop string."""
+    """Plain text that ends before a stop string, or with it if `include_stop`."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        self.detokenizer, self.stops = Detokenizer(tokenizer), StopStrings(list(stop))
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False):
+        self.detokenizer, self.stops = Detokenizer(tokenizer), StopStrings(list(stop), include_stop)
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[str, str | None]:
         return self.stops.push(self.detokenizer.push([token_id]))
@@ -82,14 +82,15 @@ class TextEngine:
         return bos + self.tokenizer.encode_text(text)
 
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, reader: Reader[Piece]
+        self, prompt: Sequence[int], params: SamplingParams, reader: Reader[Piece], request_id: str | None = None
     ) -> AsyncGenerator[Delta[Piece], None]:
         """Generate one sequence.  Closing the generator, or a stop string, frees its cache within one step.
 
+        `request_id` (unique; made up if absent) is what `engine.abort` takes.
         Raises ValueError at once for a prompt or parameters that the engine refuses; EngineStoppedError when it has
         died.  The generator raises EngineError when a step of this request failed.
         """
-        return self._read(self.engine.generate(uuid.uuid4().hex, prompt, params), reader)
+        return self._read(self.engine.generate(request_id or uuid.uuid4().hex, prompt, params), reader)
 
     async def _read(
         self, outputs: AsyncGenerator[RequestOutput, None], reader: Reader[Piece]

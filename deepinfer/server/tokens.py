@@ -10,9 +10,13 @@ from deepinfer.server.body import read_json, request_schema, validate
 from deepinfer.server.chat import prepare_chat
 from deepinfer.server.completions import encode_prompts
 from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.server.item_protocols import MessagesRequest, ResponsesRequest
 from deepinfer.server.logprobs import token_text
+from deepinfer.server.messages import prepare_message
+from deepinfer.server.prompts import PreparedPrompt
 from deepinfer.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from deepinfer.server.state import server_state
+from deepinfer.server.responses import prepare_response
+from deepinfer.server.state import ServerState, owner_of, server_state
 
 router = APIRouter()
 
@@ -56,13 +60,7 @@ async def render_chat(request: Request) -> dict[str, Any]:
     state = server_state(request)
     raw = await read_json(request)
     state.check_model(validate(ChatRequest, raw).model)
-    prepared = prepare_chat(state, raw)
-    return {
-        "model": state.text.name,
-        "prompt": prepared.prompt.text,
-        "token_ids": prepared.token_ids,
-        "control_ranges": prepared.prompt.control_ranges,
-    }
+    return rendered(state, prepare_chat(state, raw))
 
 
 @router.post("/v1/completions/render", openapi_extra=request_schema(CompletionRequest))
@@ -78,3 +76,32 @@ async def render_completion(request: Request) -> dict[str, Any]:
         raise from_value_error(error, "prompt") from None
     rendered = [{"prompt": text, "token_ids": token_ids} for text, token_ids in zip(texts, prompts, strict=True)]
     return {"model": state.text.name, "prompts": rendered}
+
+
+@router.post("/v1/responses/render", openapi_extra=request_schema(ResponsesRequest))
+async def render_response(request: Request) -> dict[str, Any]:
+    """The prompt of a Responses request, as `/v1/chat/completions/render` shows it."""
+    state = server_state(request)
+    raw = await read_json(request)
+    body = validate(ResponsesRequest, raw)
+    state.check_model(body.model)
+    return rendered(state, prepare_response(state, raw, body, owner_of(request))[1])
+
+
+@router.post("/v1/messages/render", openapi_extra=request_schema(MessagesRequest))
+async def render_message(request: Request) -> dict[str, Any]:
+    """The prompt of a Messages request, as `/v1/chat/completions/render` shows it."""
+    state = server_state(request)
+    raw = await read_json(request)
+    body = validate(MessagesRequest, raw)
+    state.check_model(body.model)
+    return rendered(state, prepare_message(state, raw, body))
+
+
+def rendered(state: ServerState, prepared: PreparedPrompt) -> dict[str, Any]:
+    return {
+        "model": state.text.name,
+        "prompt": prepared.prompt.text,
+        "token_ids": prepared.token_ids,
+        "control_ranges": prepared.prompt.control_ranges,
+    }

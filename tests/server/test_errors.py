@@ -63,7 +63,7 @@ SAMPLING_FAULTS = [
     ("use_beam_search", True),
     ("prompt_logprobs", 1),
     ("structured_outputs", {"regex": "a"}),
-    ("include_stop_str_in_output", True),
+    ("include_stop_str_in_output", "yes"),
 ]
 
 
@@ -197,10 +197,11 @@ def test_the_key_guards_everything_but_health_and_metrics(server: Server, header
     for method, path in [
         ("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"),
         ("POST", "/detokenize"), ("POST", "/v1/chat/completions/render"), ("GET", "/version"), ("GET", "/nothing"),
-        ("GET", "/docs"), ("GET", "/openapi.json"),
+        ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/v1/responses"), ("GET", "/v1/responses/resp_1"),
+        ("POST", "/abort_requests"), ("GET", "/load"), ("GET", "/server_info"), ("GET", "/health_generate"),
     ]:  # fmt: skip
         check_shape(httpx.request(method, server.url + path, headers=headers), 401)
-    for path in ("/health", "/ping", "/metrics"):
+    for path in ("/health", "/ping", "/ready", "/metrics"):
         assert httpx.get(server.url + path, headers=headers).status_code == 200
 
 

@@ -86,7 +86,10 @@ def test_the_description_of_the_api_lists_every_route(server: Server) -> None:
     document = server.http.get("/openapi.json").json()
     assert set(document["paths"]) == {
         "/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions", "/v1/completions/render",
+        "/v1/responses", "/v1/responses/render", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
+        "/v1/responses/{response_id}/input_items", "/v1/messages", "/v1/messages/render", "/v1/messages/count_tokens",
         "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize", "/health", "/ping", "/version", "/metrics",
+        "/ready", "/health_generate", "/load", "/server_info", "/abort_requests",
     }  # fmt: skip
     assert not re.search(r'"\$ref": "#/\$defs', str(document))
     schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]

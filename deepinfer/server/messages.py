@@ -1,0 +1,98 @@
+"""POST /v1/messages and /v1/messages/count_tokens (Anthropic's Messages API)."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from deepinfer.recipe import MessagesStream, convert_messages_request
+from deepinfer.server.body import read_json, request_schema, validate
+from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.server.item_protocols import MessagesRequest
+from deepinfer.server.prompts import PreparedPrompt, prepare
+from deepinfer.server.recipe_reader import Event, RecipeReader
+from deepinfer.server.state import ServerState, check_prompt, open_ticket, server_state, start_sequences
+from deepinfer.server.streams import collect, event_stream, merge
+from deepinfer.server.text_engine import Delta
+
+router = APIRouter()
+_LETTERS = string.ascii_letters + string.digits
+
+
+def prepare_message(state: ServerState, raw: dict[str, Any], body: MessagesRequest) -> PreparedPrompt:
+    """ApiError 400 naming the field for whatever is refused."""
+    body.check_promises()
+    return prepare(state, raw, convert_messages_request, "messages")
+
+
+@router.post("/v1/messages", openapi_extra=request_schema(MessagesRequest))
+async def create_message(request: Request) -> Response:
+    ticket = open_ticket(request, "msg_")
+    state = server_state(request)
+    raw = await read_json(request)
+    body = validate(MessagesRequest, raw)
+    state.check_model(body.model)
+    prepared = prepare_message(state, raw, body)
+    check_prompt(state, prepared.token_ids, None, "messages")
+    # Clients of this protocol must send a limit, and send the same one to every model: it means "at most".
+    room = state.text.max_model_len - len(prepared.token_ids)
+    try:
+        params = body.sampling_params(None if body.max_tokens is None else min(body.max_tokens, room), None)
+        conversation = prepared.with_stop(body.stop_sequences or [], body)
+    except ValueError as error:
+        raise from_value_error(error) from None
+    stream = MessagesStream(
+        conversation, ticket.answer_id, state.text.name, tokenizer=state.text.tokenizer, new_id=new_call_id
+    )
+    reader = MessageReader(stream)
+    streams = start_sequences(state, [prepared.token_ids], params, 1, lambda: reader, ticket, "messages")
+    started = stream.start(len(prepared.token_ids))
+    if body.stream:
+        events = run(reader, started, merge(request, streams))
+        return event_stream(events, named=True, error_event=ApiError.anthropic_body)
+    await collect(request, streams, lambda _, delta: reader.add(delta))
+    return JSONResponse(stream.response())
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=request_schema(MessagesRequest))
+async def count_tokens(request: Request) -> dict[str, int]:
+    """How many tokens the prompt of this request has, without running it."""
+    state = server_state(request)
+    raw = await read_json(request)
+    body = validate(MessagesRequest, raw)
+    state.check_model(body.model)
+    return {"input_tokens": len(prepare_message(state, raw, body).token_ids)}
+
+
+class MessageReader(RecipeReader[MessagesStream]):
+    """The protocol has no stop reason for an abort from outside: it is an error."""
+
+    def finish(self, reason: str) -> list[Event]:
+        if reason == "abort":
+            raise ApiError("the request was aborted", status=400, code="aborted")
+        return super().finish(reason)
+
+
+async def run(
+    reader: MessageReader,
+    started: list[Event],
+    deltas: AsyncGenerator[tuple[int, Delta[list[Event]]], None],
+) -> AsyncGenerator[Event, None]:
+    try:
+        for event in started:
+            yield event
+        async for _, delta in deltas:
+            for event in reader.add(delta):
+                yield event
+    finally:
+        await deltas.aclose()
+
+
+def new_call_id(index: int, empty_reasoning: bool) -> str:
+    """`toolu_` and 24 random characters; `ET_` marks calls of a turn whose reasoning was empty (recipe spec, 2)."""
+    return f"toolu_{'ET_' if empty_reasoning else ''}" + "".join(secrets.choice(_LETTERS) for _ in range(24))

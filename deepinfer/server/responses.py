@@ -1,0 +1,206 @@
+"""POST /v1/responses (OpenAI's Responses API), and getting, cancelling and deleting what it stored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+
+from deepinfer.recipe import ResponsesStream, convert_responses_request
+from deepinfer.server.body import read_json, request_schema, validate
+from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.server.item_protocols import ResponsesRequest
+from deepinfer.server.prompts import PreparedPrompt, prepare
+from deepinfer.server.recipe_reader import Event, RecipeReader
+from deepinfer.server.response_store import StoredResponse
+from deepinfer.server.state import ServerState, check_prompt, open_ticket, owner_of, server_state, start_sequences
+from deepinfer.server.streams import event_stream, merge
+from deepinfer.server.text_engine import Delta
+
+logger = logging.getLogger("deepinfer.server")
+router = APIRouter()
+CANCEL_SECONDS = 10.0  # how long a cancelled response may take to end
+Deltas = AsyncGenerator[tuple[int, Delta[list[Event]]], None]
+
+
+def prepare_response(
+    state: ServerState, raw: dict[str, Any], body: ResponsesRequest, owner: str
+) -> tuple[list[dict[str, Any]], PreparedPrompt]:
+    """(input items, those of earlier responses included; prompt).  ApiError 400 naming the field at fault."""
+    body.check_promises()
+    items = body.input or []
+    if isinstance(items, str):
+        items = [{"type": "message", "role": "user", "content": items}]
+    if body.previous_response_id is not None:
+        items = [*_previous(state, owner, body.previous_response_id).context(), *items]
+    elif body.input is None and body.instructions is None:
+        raise ApiError("input or instructions must be given", param="input")
+    given = items if body.input is not None or body.previous_response_id is not None else None
+    return items, prepare(state, raw | {"input": given}, convert_responses_request, "input")
+
+
+def _previous(state: ServerState, owner: str, response_id: str) -> StoredResponse:
+    entry = state.responses.get(owner, response_id)
+    if entry is None:
+        message = f"previous_response_id: no response {response_id[:200]!r} is stored"
+        raise ApiError(message, param="previous_response_id", code="previous_response_not_found")
+    if not entry.ended.is_set():
+        raise ApiError("previous_response_id: that response is still in progress", param="previous_response_id")
+    return entry
+
+
+@router.post("/v1/responses", openapi_extra=request_schema(ResponsesRequest))
+async def create_response(request: Request) -> Response:
+    ticket = open_ticket(request, "resp_")
+    state = server_state(request)
+    raw = await read_json(request)
+    body = validate(ResponsesRequest, raw)
+    state.check_model(body.model)
+    items, prepared = prepare_response(state, raw, body, ticket.owner)
+    try:
+        params = body.sampling_params(body.limit, body.logprob_count)
+        conversation = prepared.with_stop(body.stop_strings, body)
+    except ValueError as error:
+        raise from_value_error(error) from None
+    check_prompt(state, prepared.token_ids, params.max_tokens, "input", "max_output_tokens")
+    stream = ResponsesStream(
+        replace(conversation, echo={**conversation.echo, **settings(body)}),
+        ticket.answer_id,
+        state.text.name,
+        int(time.time()),
+        state.text.tokenizer,
+    )
+    reader = RecipeReader(stream)
+    sequences = start_sequences(state, [prepared.token_ids], params, 1, lambda: reader, ticket, "input")
+    kept = None if body.store is False else state.responses.put(ticket.owner, stream.response(), items)
+
+    def keep(response: dict[str, Any]) -> None:
+        if kept is not None:
+            state.responses.finish(kept, response)
+
+    prompt_tokens = len(prepared.token_ids)
+    if body.background:
+        task = asyncio.create_task(_exhaust(run(reader, _alone(sequences[0]), prompt_tokens, keep)))
+        state.background.add(task)
+        task.add_done_callback(state.background.discard)
+        return JSONResponse(stream.response())
+    events = run(reader, merge(request, sequences), prompt_tokens, keep)
+    if body.stream:
+        return event_stream(events, named=True, error_event=error_event)
+    try:
+        await _exhaust(events)
+    except asyncio.CancelledError:  # the time for a graceful shutdown is over
+        raise ApiError("the server is shutting down", status=503) from None
+    response = stream.response()
+    if response["error"] is not None:
+        raise ApiError(response["error"]["message"], status=500)
+    return JSONResponse(response)
+
+
+def settings(body: ResponsesRequest) -> dict[str, Any]:
+    """What the response repeats of the request, beside what recipe does."""
+    return {
+        "background": bool(body.background),
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "presence_penalty": body.presence_penalty or 0.0,
+        "previous_response_id": body.previous_response_id,
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+    }
+
+
+async def run(
+    reader: RecipeReader[ResponsesStream], deltas: Deltas, prompt_tokens: int, keep: Callable[[dict[str, Any]], None]
+) -> AsyncGenerator[Event, None]:
+    """The events of a response.  However it ends, `keep` gets the response as it ended."""
+    stream = reader.stream
+    try:
+        for event in stream.start(prompt_tokens):
+            yield event
+        async for _, delta in deltas:
+            for event in reader.add(delta):
+                yield event
+    except ClientDisconnect:
+        raise
+    except Exception:
+        logger.exception("a response failed")
+        for event in stream.fail("internal server error"):
+            yield event
+    finally:
+        await deltas.aclose()
+        stream.finish("abort")  # says nothing new if the response has ended by itself
+        keep(stream.response())
+
+
+async def _alone(sequence: AsyncGenerator[Delta[list[Event]], None]) -> Deltas:
+    """The deltas of a sequence that no client waits for."""
+    async with aclosing(sequence):
+        async for delta in sequence:
+            yield 0, delta
+
+
+async def _exhaust(events: AsyncGenerator[Event, None]) -> None:
+    async with aclosing(events):
+        async for _ in events:
+            pass
+
+
+def error_event(error: ApiError) -> dict[str, Any]:
+    return {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+
+
+def stored(request: Request, response_id: str) -> StoredResponse:
+    """ApiError 404 unless the response is there, and belongs to the same API key."""
+    entry = server_state(request).responses.get(owner_of(request), response_id)
+    if entry is None:
+        raise ApiError(f"no response {response_id[:200]!r} is stored", status=404, param="response_id")
+    return entry
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(request: Request, response_id: str) -> dict[str, Any]:
+    if request.query_params.get("stream") == "true":
+        raise ApiError("stream is not supported here: events are not stored", param="stream")
+    return stored(request, response_id).response
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
+    """The items that the model was given, the latest first; always all of them."""
+    entry = stored(request, response_id)
+    items = [{"id": f"item_{number}", **item} for number, item in enumerate(entry.items)][::-1]
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": items, "has_more": False, **ends}
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
+    """Forget a response; one in progress is cancelled."""
+    stored(request, response_id)
+    state, owner = server_state(request), owner_of(request)
+    state.running.abort(owner, response_id)
+    state.responses.delete(owner, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
+    """End a response in progress; the answer is how it ended.  One that has ended stays as it is."""
+    entry = stored(request, response_id)
+    server_state(request).running.abort(owner_of(request), response_id)
+    try:
+        await asyncio.wait_for(entry.ended.wait(), CANCEL_SECONDS)
+    except TimeoutError:
+        raise ApiError("the response has not ended yet", status=503) from None
+    return entry.response
