@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """`ids` int16 [rows, L] (uint16 token ids, same bits), `targets` uint8 [rows, ceil(L / 8)] (bits, first one highest)."""
+    """ids: int16 [rows, L], the bits of uint16 token ids. targets: uint8 [rows, ceil(L / 8)], first bit highest."""
 
     ids: Tensor
     targets: Tensor

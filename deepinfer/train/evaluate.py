@@ -1,9 +1,9 @@
-"""Held-out loss and bits per byte, source by source.
+"""Held-out loss and bits per byte of an exported checkpoint, source by source, through the reference model.
 
     python -m deepinfer.train.evaluate --model deepinfer/checkpoints/nano --data DATA --out OUT [--device cuda]
 
-Each source's held-out documents are read as one stream in rows of the training length. Only counted targets enter the loss
-(in dialogues: what the assistant wrote). Bits per byte are given where every byte of the text is predicted.
+Each source's held-out documents are read as one stream in rows of the training length. Only counted targets enter the
+loss (in dialogues: what the assistant wrote). Bits per byte are given where every byte of the text is predicted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,22 +28,25 @@ COUNTED_SHARE_OF_TEXT = 0.95  # a source with fewer counted targets is not plain
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Rows of all sources and which source each row belongs to."""
+    """Rows of all sources, which source each row belongs to, and the bytes and tokens of each source."""
 
     rows: Rows
     source_of_row: list[str]
     bytes_of: dict[str, int]
+    tokens_of: dict[str, int]
 
 
-def load_held_out(folders: list[Path], length: int) -> HeldOut:
+def load_held_out(folders: list[Path], length: int, only: list[str] | None = None) -> HeldOut:
     """heldout.npz of the first folder that has one: <source>.ids, <source>.targets (bits), <source>.bytes."""
     path = next((folder / "heldout.npz" for folder in folders if (folder / "heldout.npz").exists()), None)
     if path is None:
         raise ValueError(f"data: no heldout.npz in {', '.join(map(str, folders))}")
     archive = np.load(path)
-    ids_rows, target_rows, owners, sizes = [], [], [], {}
-    for source in sorted(name.removesuffix(".ids") for name in archive.files if name.endswith(".ids")):
+    sources = sorted(name.removesuffix(".ids") for name in archive.files if name.endswith(".ids"))
+    ids_rows, target_rows, owners, sizes, lengths = [], [], [], {}, {}
+    for source in only or sources:
         ids = archive[f"{source}.ids"]
+        lengths[source] = len(ids)
         flags = np.unpackbits(archive[f"{source}.targets"])[: len(ids)]
         sizes[source] = int(archive[f"{source}.bytes"])
         for start in range(0, len(ids) - 1, length):  # the last token of a row is the first of the next one
@@ -55,7 +57,7 @@ def load_held_out(folders: list[Path], length: int) -> HeldOut:
             target_rows.append(np.packbits(flag))
             owners.append(source)
     rows = Rows(torch.from_numpy(np.stack(ids_rows).view(np.int16)), torch.from_numpy(np.stack(target_rows)))
-    return HeldOut(rows, owners, sizes)
+    return HeldOut(rows, owners, sizes, lengths)
 
 
 def held_out_scores(losses: TokenLosses, held_out: HeldOut, batch: int, device: str) -> dict[str, dict[str, float]]:
@@ -63,7 +65,6 @@ def held_out_scores(losses: TokenLosses, held_out: HeldOut, batch: int, device: 
     rows = held_out.rows.to(device)
     nats: dict[str, float] = {}
     counted_of: dict[str, float] = {}
-    tokens_of: dict[str, int] = {}
     for start in range(0, len(rows), batch):
         index = torch.arange(start, start + batch, device=device).clamp(max=len(rows) - 1)  # one shape for all batches
         inputs, targets, counted = rows.take(index)
@@ -71,10 +72,9 @@ def held_out_scores(losses: TokenLosses, held_out: HeldOut, batch: int, device: 
         for i, owner in enumerate(held_out.source_of_row[start : start + batch]):
             nats[owner] = nats.get(owner, 0.0) + per_row[i]
             counted_of[owner] = counted_of.get(owner, 0.0) + float(counted[i].sum())
-            tokens_of[owner] = tokens_of.get(owner, 0) + inputs.shape[1]
     scores = {}
     nats = {source: value for source, value in nats.items() if counted_of[source]}
-    text = [s for s in nats if counted_of[s] > COUNTED_SHARE_OF_TEXT * (tokens_of[s] - inputs.shape[1])]
+    text = [s for s in nats if counted_of[s] > COUNTED_SHARE_OF_TEXT * (held_out.tokens_of[s] - 1)]
     for source in nats:
         scores[source] = {"targets": counted_of[source], "loss": nats[source] / counted_of[source]}
         if source in text:
@@ -117,13 +117,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders, one with heldout.npz")
     parser.add_argument("--out", type=Path, required=True, help="held_out.json is written here")
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--sources", nargs="+", help="only these")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
     config = ModelConfig.from_file(options.model)
     dtype = torch.bfloat16 if options.device != "cpu" else torch.float32
     losses = nano_losses(options.model, config, options.device, dtype)
-    score = partial(held_out_scores, losses, load_held_out(options.data, options.length))
-    scores = score(4 if options.device == "cpu" else 64, options.device)
+    held_out = load_held_out(options.data, options.length, options.sources)
+    scores = held_out_scores(losses, held_out, 1 if options.device == "cpu" else 64, options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "held_out.json").write_text(json.dumps(scores, indent=1) + "\n")
     print(json.dumps(scores, indent=1))

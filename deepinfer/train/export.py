@@ -42,5 +42,8 @@ def token_map_of(folder: Path, config: ModelConfig) -> Tensor:
     if len(token_map) != config.vocab_size:
         raise ValueError(f"vocab_size: {config.vocab_size}, the tokenizer has {len(token_map)} tokens")
     if int(token_map.max()) + 1 != config.engram_compressed_vocab_size:
-        raise ValueError(f"engram_compressed_vocab_size: {config.engram_compressed_vocab_size}, is {token_map.max() + 1}")
+        keys = int(token_map.max()) + 1
+        raise ValueError(
+            f"engram_compressed_vocab_size: {config.engram_compressed_vocab_size}, the tokenizer has {keys}"
+        )
     return torch.from_numpy(token_map).long()

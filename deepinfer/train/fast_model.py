@@ -1,8 +1,8 @@
 """The training forward pass: the equations of `models.reference`, arranged for speed, plus the indexer's own loss.
 
-Read `models/reference.py` first; a test holds the two equal. What differs: element-wise pieces are compiled regions shared by
-all layers, inner operations come from `fast_ops`, and selection is outside autograd, so the indexer learns from a KL
-loss against the attention that it serves (as DeepSeek-V3.2 trains its indexer), on a sample of query rows.
+Read `models/reference.py` first; a test holds the two equal. What differs: element-wise pieces are compiled regions
+shared by all layers, inner operations come from `fast_ops`, and selection is outside autograd, so the indexer learns
+from a KL loss against the attention that it serves (as DeepSeek-V3.2 trains its indexer), on a sample of query rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,15 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def mix_in(
-    u: Tensor, h: Tensor, p_prev: Tensor, scale: Tensor, base: Tensor, weight: Tensor, hc: int, eps: float, hc_eps: float
+    u: Tensor,
+    h: Tensor,
+    p_prev: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    weight: Tensor,
+    hc: int,
+    eps: float,
+    hc_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Projected coefficients and streams -> pre, post, logits of C, and the sub-layer's normed input."""
     h32 = h.float()
@@ -82,7 +90,9 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     return apply_rope(x, table[:, None, 0], table[:, None, 1])
 
 
-def cache_row(x: Tensor, weight: Tensor, table: Tensor, eps: float, rounding: Callable[[Tensor], Tensor] | None) -> Tensor:
+def cache_row(
+    x: Tensor, weight: Tensor, table: Tensor, eps: float, rounding: Callable[[Tensor], Tensor] | None
+) -> Tensor:
     """Norm, RoPE and the cache's rounding: x [B, T, d], table [T, 2, r / 2]."""
     x32 = apply_rope(norm(x, weight, eps), table[:, 0], table[:, 1]).float()
     return (straight_through(x32, rounding(x32)) if rounding else x32).to(x.dtype)
@@ -212,9 +222,7 @@ class FastModel:
         self, h: Tensor, p_prev: Tensor, w: Weights, hc: str, norm_name: str, f: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         u = fast_ops.mix_projection(h, w[f"{hc}_fn"])
-        pre, post, logits, y = self._mix_in(
-            u, h, p_prev, w[f"{hc}_scale"], w[f"{hc}_base"], w[f"{norm_name}.weight"]
-        )
+        pre, post, logits, y = self._mix_in(u, h, p_prev, w[f"{hc}_scale"], w[f"{hc}_base"], w[f"{norm_name}.weight"])
         c = fast_ops.sinkhorn(logits, self.config.hc_sinkhorn_iters, self.config.hc_eps)
         return self._mix_out(h, f(y), post, c), pre
 
@@ -254,7 +262,9 @@ class FastModel:
         else:
             mask = self.window.expand(y.shape[0], -1, -1)
             mask = mask if selection is None else torch.cat((mask, selection), dim=-1)
-            o = apply_rope(fast_ops.attend_sdpa(q, keys, mask, sink, scale), table[:, None, 0], table[:, None, 1], inverse=True)
+            o = apply_rope(
+                fast_ops.attend_sdpa(q, keys, mask, sink, scale), table[:, None, 0], table[:, None, 1], inverse=True
+            )
         o = o.flatten(-2).unflatten(-1, (config.o_groups, -1))
         wo_a = w[f"{name}.wo_a.weight"].unflatten(0, (config.o_groups, config.o_lora_rank))
         return F.linear(torch.einsum("btgi,gri->btgr", o, wo_a).flatten(-2), w[f"{name}.wo_b.weight"])
@@ -314,9 +324,18 @@ class FastModel:
         return kept.repeat_interleave(size, -1)[..., : scores.shape[-1]]
 
     def _index_loss(
-        self, y: Tensor, qr: Tensor, q: Tensor, window: Tensor, w: Weights, name: str, plan: LayerPlan, shared: _Shared, rows: Tensor
+        self,
+        y: Tensor,
+        qr: Tensor,
+        q: Tensor,
+        window: Tensor,
+        w: Weights,
+        name: str,
+        plan: LayerPlan,
+        shared: _Shared,
+        rows: Tensor,
     ) -> Tensor:
-        """KL(attention over the visible compressed positions, heads summed || softmax of index scores), sampled rows."""
+        """KL(attention over the visible compressed positions, heads summed || softmax of index scores) of `rows`."""
         config, ratio = self.config, plan.compress_ratio
         latents = shared.latents[plan.kv_owner].detach()
         visible = self.visible[ratio][rows]  # [R, G]

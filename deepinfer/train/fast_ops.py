@@ -64,7 +64,7 @@ def lookup(table: Tensor, ids: Tensor) -> Tensor:
 
 
 class _MixProjection(torch.autograd.Function):
-    """z @ fn.T with z BF16 and fn FP32 split into two BF16 terms, summed in FP32; BF16 products in the backward pass."""
+    """z @ fn.T with z BF16 and fn FP32 as two BF16 terms, summed in FP32; BF16 products in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, fn: Tensor) -> Tensor:
@@ -170,8 +170,10 @@ class FlexAttend:
             self._mask_mod(selection),
         )
 
-    def __call__(self, q: Tensor, keys: Tensor, selection: Tensor | None, ratio: int, scale: float) -> tuple[Tensor, Tensor]:
-        """q [B, T, H, d], keys [B, T + G, d], selection bool [B, T, G] -> o [B, T, H, d] without sink, lse [B, T, H]."""
+    def __call__(
+        self, q: Tensor, keys: Tensor, selection: Tensor | None, ratio: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, T, H, d], keys [B, T + G, d], selection [B, T, G] -> o [B, T, H, d] without sink, lse [B, T, H]."""
         keys = keys.unsqueeze(1)
         o, lse = self._flex(
             q.transpose(1, 2),
@@ -180,7 +182,7 @@ class FlexAttend:
             block_mask=self._block_mask(ratio, selection),
             scale=scale,
             enable_gqa=True,
-            return_lse=True,
+            return_lse=True,  # type: ignore[arg-type]
         )
         return o.transpose(1, 2), lse.transpose(1, 2)
 
@@ -255,7 +257,9 @@ class GroupedExperts:
     def __init__(self, swiglu: Callable[..., Tensor], compile: Callable[..., Any]) -> None:
         self.swiglu, self.gather_sum = swiglu, compile(_gather_sum)
 
-    def __call__(self, x: Tensor, chosen: Tensor, gates: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, chosen: Tensor, gates: Tensor, w1: Tensor, w2: Tensor, w3: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """x [N, D], chosen int64 [N, k], gates [N, k], w1 and w3 [E, I, D], w2 [E, D, I] -> [N, D], counts [E]."""
         source, slot, places, ends, counts = expert_order(chosen, w1.shape[0])
         rows = _Dispatch.apply(x, source, places, self.gather_sum)

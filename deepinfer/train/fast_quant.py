@@ -1,7 +1,7 @@
 """The round trips of `deepinfer.kernels.reference.quant`, written so that `torch.compile` fuses them into one pass.
 
-Same values (a test compares them), different means: exponents are read from float bits instead of `frexp`, and everything
-is computed in float32. `straight_through` gives the rounding an identity gradient.
+Same values (a test compares them), different means: exponents are read from float bits instead of `frexp`, and
+everything is computed in float32. `straight_through` gives the rounding an identity gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Muon for matrices, AdamW for everything else, over the stacks of `parameters.Parameters`.
 
-Muon (Jordan et al., 2024) moves a matrix by its momentum with all singular values set near one (Newton-Schulz); the update
-is scaled by 0.2 sqrt(max(rows, columns)) as in Moonlight, so that its size matches AdamW's and one rate fits all shapes.
+Muon (Jordan et al., 2024) moves a matrix by its momentum with all singular values set near one (Newton-Schulz); the
+update is scaled by 0.2 sqrt(max(rows, columns)) as in Moonlight: its size matches AdamW's and one rate fits all shapes.
 """
 
 from __future__ import annotations

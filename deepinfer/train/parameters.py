@@ -1,8 +1,8 @@
 """Master weights of a training run: FP32, one stack per kind of tensor, rounded to the stored format for every step.
 
-A stack holds the same tensor of all layers that have it ("layers.*.attn.wq_a.weight" [10, 192, 384]), so that the optimiser
-and the rounding run once per kind. `compute_weights` gives what a reader of the checkpoint would see: the rounded values
-are the leaves of autograd and their gradients are used as the masters' own (a straight-through estimator).
+A stack holds the same tensor of all layers that have it ("layers.*.attn.wq_a.weight" [10, 192, 384]), so that the
+optimiser and the rounding run once per kind. `compute_weights` gives what a reader of the checkpoint would see: the
+rounded values are the leaves of autograd, their gradients are used as the masters' own (a straight-through estimator).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDING: dict[Storage, Callable[[Tensor], Tensor]] = {
     "f32": lambda x: x,
 }
 
-# First match wins: which rule moves a tensor, and the standard deviation of its start times sqrt(columns) (None: a constant).
+# First match wins: which rule moves a tensor, and its starting deviation times sqrt(columns) (None: a constant).
 _RULES: tuple[tuple[str, str, float | None], ...] = (
     (r"gate\.bias$", "balance", None),  # moved by the load balancer alone
     (r"^embed\.", "embed", None),
@@ -105,7 +105,7 @@ def masters_from_weights(config: ModelConfig, weights: Weights) -> dict[str, Ten
 
 
 def stored_values(config: ModelConfig, masters: dict[str, Tensor]) -> Weights:
-    """What a reader of the exported checkpoint sees, in float32 and by public name (`gate.bias_vl` copies `gate.bias`)."""
+    """What a reader of the exported checkpoint sees, float32 by public name (`gate.bias_vl` copies `gate.bias`)."""
     weights: Weights = {}
     for kind in parameter_kinds(config):
         rounded = ROUNDING[kind.storage](masters[kind.name]).float()

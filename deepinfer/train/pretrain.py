@@ -1,10 +1,11 @@
-"""Train a model of `config.json` from packed rows, on one CUDA device, in the numerics that the checkpoint is stored in.
+"""Train a model of `config.json` from packed rows on one CUDA device, in the numerics of the stored checkpoint.
 
     python -m deepinfer.train.pretrain --config deepinfer/checkpoints/nano --data DATA --out OUT --minutes 16
 
-The schedule follows the clock, so a run always ends with decayed weights: linear warm-up, a constant rate, a linear tail to
-zero. `--call-minutes` ends a call early with its state saved under `--state`; the next call with the same state goes on. `--init`
-starts from an exported checkpoint instead of from noise. DATA holds train-N.npy and targets-N.npy; see `deepinfer/train/data`.
+The schedule follows the clock, so a run always ends with decayed weights: linear warm-up, a constant rate, a linear
+tail to zero. `--call-minutes` ends a call early with its state saved under `--state`; the next call with the same state
+goes on. `--init` starts from an exported checkpoint instead of from noise. DATA holds train-N.npy and targets-N.npy
+(see `deepinfer/train/data`) and heldout.npz.
 """
 
 from __future__ import annotations
@@ -187,7 +188,9 @@ def _losses(model: FastModel, weights: Weights, inputs: Tensor, targets: Tensor)
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="folder with config.json and tokenizer.json")
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders with train-N.npy and targets-N.npy")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", required=True, help="folders with train-N.npy and targets-N.npy"
+    )
     parser.add_argument("--out", type=Path, required=True, help="where the exported checkpoint and the log go")
     parser.add_argument("--state", type=Path, default=Path("/tmp/deepinfer-pretrain.pt"), help="resume file")
     parser.add_argument("--init", type=Path, help="start from this exported checkpoint")
@@ -251,7 +254,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
         print(json.dumps(record["held_out"]), flush=True)
     (options.out / "training.json").write_text(json.dumps(record) + "\n")
-    print(f"exported step {run.step}, {run.tokens} tokens, {time.perf_counter() - started:.0f} s in this call", flush=True)
+    took = time.perf_counter() - started
+    print(f"exported step {run.step}, {run.tokens} tokens, {took:.0f} s in this call", flush=True)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def _top_k_kernel(scores, out, width, k, BLOCK: tl.constexpr):
 
 
 def top_k_mask(scores: Tensor, k: int) -> Tensor:
-    """True at the k largest finite scores of each row; ties go to the lowest index. float32 [..., G] -> bool [..., G]."""
+    """True at the k largest finite scores of each row, ties to the lowest index. float32 [..., G] -> bool [..., G]."""
     scores = scores.contiguous()
     width = scores.shape[-1]
     out = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
