@@ -1,6 +1,7 @@
 """EngineConfig: sizes and formats of the engine, validated when made."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -9,6 +10,7 @@ from deepinfer import envs
 KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp8", "fp64")
 DTYPES = ("auto", "fp32", "bf16", "fp64")
 YOCO_MODES = ("off", "mask", "compact")
+DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 DEFAULT_CACHE_BYTES = 2 << 30
 
 
@@ -32,13 +34,14 @@ class EngineConfig:
         dtype: arithmetic of the model.
         quantize_activations: round activations to FP8 in front of FP8 and FP4 weights, as the released model does;
             off is closer to exact arithmetic.
-        device: torch device.
-        seed: seed of the draws of requests that set none.
+        device: "cpu", "cuda" or "cuda:N"; whether the machine has it is checked when the model is loaded.
+        seed: where the draws of requests without a seed start; None starts somewhere else in every process.
         yoco_prefill_truncation_mode: "off" runs every prompt token through all layers; "mask" and "compact" run only
             the last yoco_prefill_keep_tokens of a prompt through the decoder layers, and agree with each other: the
             first computes the other rows and hides them, the second drops them.
         yoco_prefill_keep_tokens: at least window + max_backtracking_tokens of the model.
-        max_backtracking_tokens: tokens of a sequence that speculation may take back; None: what the model needs.
+        max_backtracking_tokens: tokens of a sequence that speculation may take back, which the sliding-window caches
+            keep beside the window; None, and whatever is less, is what the model needs: its draft tokens + 1.
 
     The last three default to the environment variables DEEPINFER_<NAME>.
 
@@ -58,7 +61,7 @@ class EngineConfig:
     dtype: str = "auto"
     quantize_activations: bool = False
     device: str = "cpu"
-    seed: int = 0
+    seed: int | None = None
     yoco_prefill_truncation_mode: str = field(
         default_factory=partial(envs.get, "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE")
     )
@@ -71,7 +74,7 @@ class EngineConfig:
         minimum = {"block_size": 1, "num_blocks": 2, "cache_memory_bytes": 1, "max_num_seqs": 1,
                    "max_num_batched_tokens": 1, "prefill_chunk_size": 1, "max_model_len": 2, "seed": 0,
                    "yoco_prefill_keep_tokens": 1, "max_backtracking_tokens": 1}  # fmt: skip
-        optional = ("num_blocks", "cache_memory_bytes", "max_model_len", "yoco_prefill_keep_tokens",
+        optional = ("num_blocks", "cache_memory_bytes", "max_model_len", "seed", "yoco_prefill_keep_tokens",
                     "max_backtracking_tokens")  # fmt: skip
         for name, low in minimum.items():
             value = getattr(self, name)
@@ -87,6 +90,10 @@ class EngineConfig:
             raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
+            raise ValueError(f"device must be cpu, cuda or cuda:N, got {self.device!r}")
+        if not isinstance(self.quantize_activations, bool):
+            raise ValueError(f"quantize_activations must be true or false, got {self.quantize_activations!r}")
         if self.yoco_prefill_truncation_mode not in YOCO_MODES:
             allowed = ", ".join(YOCO_MODES)
             raise ValueError(
@@ -101,6 +108,8 @@ class EngineConfig:
         if self.num_blocks is not None:
             return self.num_blocks
         wanted = 1 + self.max_num_seqs * math.ceil(max_model_len / self.block_size)
+        if bytes_per_block == 0:  # sliding-window layers only: sequences keep all they need in their state slots
+            return wanted
         fitting = (self.cache_memory_bytes or DEFAULT_CACHE_BYTES) // bytes_per_block
         if fitting < 2:
             raise ValueError(f"cache_memory_bytes must hold at least 2 blocks of {bytes_per_block} bytes")

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 import deepinfer
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
@@ -23,8 +25,21 @@ def resolve_model(model: str | Path) -> Path:
     return path
 
 
+def check_device(device: str) -> None:
+    """Raise ValueError unless this machine and this PyTorch have the device."""
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} is not available, this machine has: cpu (see `deepinfer doctor`)")
+    count = torch.cuda.device_count()
+    if index and int(index) >= count:
+        raise ValueError(f"device {device!r} does not exist, allowed: cpu, cuda:0..cuda:{count - 1}")
+
+
 def load_engine(model: str | Path, config: EngineConfig | None = None) -> Engine:
     """Load weights, size the caches and make the engine. Raises ValueError for a bad model, config or checkpoint."""
     config = config or EngineConfig()
+    check_device(config.device)
     runner = ModelRunner.from_checkpoint(resolve_model(model), config)
     return Engine(runner, config, runner.eos_token_ids)

@@ -57,7 +57,13 @@ class ModelRunner:
         cache_dtype = model.default_cache_dtype if automatic else CACHE_DTYPES[config.kv_cache_dtype]
         longest = min(config.max_model_len or self.max_model_len, self.max_model_len)
         self.num_blocks = config.resolve_num_blocks(model.block_bytes(config.block_size, cache_dtype), longest)
-        self.caches = model.allocate_caches(self.num_blocks, config.block_size, config.max_num_seqs + 1, cache_dtype)
+        self.caches = model.allocate_caches(
+            self.num_blocks,
+            config.block_size,
+            config.max_num_seqs + 1,
+            cache_dtype,
+            config.max_backtracking_tokens or 0,
+        )
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, config: EngineConfig) -> ModelRunner:

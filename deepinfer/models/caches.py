@@ -78,6 +78,11 @@ class StateCache:
     carry: dict[int, Tensor]
     history: Tensor
 
+    @property
+    def ring_size(self) -> int:
+        """Tokens that a ring holds."""
+        return self.rings[0].shape[1]
+
     @classmethod
     def allocate(
         cls,
@@ -86,9 +91,12 @@ class StateCache:
         dtype: torch.dtype,
         compute: torch.dtype,
         device: torch.device | str,
+        ring_size: int | None = None,
     ) -> StateCache:
+        """Zeroed; `ring_size` slots a ring, by default what the window and the draft head need."""
+        ring_size = ring_size or config.ring_size
         row = row_width(RowFormat.FP8, config.head_dim, dtype)
-        ring_bytes = config.ring_size * row * dtype.itemsize
+        ring_bytes = ring_size * row * dtype.itemsize
         ratios = {layer: config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
         carry_layers = [layer for layer, ratio in ratios.items() if ratio > 1]
         num_history = max(config.engram_max_ngram_size - 1, 1)
@@ -108,7 +116,7 @@ class StateCache:
         return cls(
             storage,
             stored_bytes=offsets[config.num_encoder_layers],
-            rings=[view(layer, dtype, config.ring_size, row) for layer in range(layers)],
+            rings=[view(layer, dtype, ring_size, row) for layer in range(layers)],
             carry={
                 layer: view(layers + i, compute, ratios[layer], 2, config.head_dim)
                 for i, layer in enumerate(carry_layers)

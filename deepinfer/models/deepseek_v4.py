@@ -67,8 +67,22 @@ class DeepseekV4:
         """Bytes that one cache block takes in all layers."""
         return block_bytes(self.config, block_size, cache_dtype)
 
-    def allocate_caches(self, num_blocks: int, block_size: int, num_slots: int, cache_dtype: torch.dtype) -> CachesV4:
-        """Zeroed caches; `num_blocks` and `num_slots` include the null block and the null slot."""
+    def allocate_caches(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        cache_dtype: torch.dtype,
+        max_backtracking_tokens: int = 0,
+    ) -> CachesV4:
+        """Zeroed caches; `num_blocks` and `num_slots` include the null block and the null slot.
+
+        Raises ValueError for more than one backtracking token: nothing is speculated here.
+        """
+        if max_backtracking_tokens > 1:
+            raise ValueError(
+                f"max_backtracking_tokens must be 1 or unset for this model, got {max_backtracking_tokens}"
+            )
         return allocate_caches(self.config, num_blocks, block_size, num_slots, cache_dtype, self.wide, self.device)
 
     @torch.inference_mode()

@@ -86,18 +86,31 @@ class DeepseekV41:
         """Bytes that one cache block takes in all layers."""
         return block_bytes(self.config, block_size, cache_dtype)
 
-    def allocate_caches(self, num_blocks: int, block_size: int, num_slots: int, cache_dtype: torch.dtype) -> Caches:
-        """Zeroed caches; `num_blocks` and `num_slots` include the null block and the null slot."""
+    def allocate_caches(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        cache_dtype: torch.dtype,
+        max_backtracking_tokens: int = 0,
+    ) -> Caches:
+        """Zeroed caches; `num_blocks` and `num_slots` include the null block and the null slot.
+
+        Rings have room for `max_backtracking_tokens` beside the window, and for what the draft head needs.
+        """
+        ring_size = max(self.config.ring_size, self.config.sliding_window + max_backtracking_tokens)
         return Caches(
             BlockCache.allocate(self.config, num_blocks, block_size, cache_dtype, self.device),
-            StateCache.allocate(self.config, num_slots, cache_dtype, self.wide, self.device),
+            StateCache.allocate(self.config, num_slots, cache_dtype, self.wide, self.device, ring_size),
         )
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, caches: Caches) -> Tensor:
         """One step -> logits, at least float32 [R, vocab], of `inputs.logits_rows`."""
         config = self.config
-        step = StepMetadata.build(inputs, config, self.frequencies, caches.blocks.block_size, self.wide)
+        step = StepMetadata.build(
+            inputs, config, self.frequencies, caches.blocks.block_size, self.wide, caches.state.ring_size
+        )
         sharing = Sharing()
         decoder = None if inputs.keep_from is None else decoder_half(step, config)
         ngrams = None if self.token_map is None else advance_history(self.token_map, step, caches)

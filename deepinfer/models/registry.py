@@ -31,8 +31,18 @@ class Model(Protocol):
         """Bytes that one block of tokens takes in all layers."""
         ...
 
-    def allocate_caches(self, num_blocks: int, block_size: int, num_slots: int, cache_dtype: torch.dtype) -> Any:
-        """Caches for `num_blocks` blocks and `num_slots` sequences, null block and null slot included."""
+    def allocate_caches(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        cache_dtype: torch.dtype,
+        max_backtracking_tokens: int = 0,
+    ) -> Any:
+        """Caches for `num_blocks` blocks and `num_slots` sequences, null block and null slot included.
+
+        Windows keep at least `max_backtracking_tokens` tokens more than they show. Raises ValueError where they cannot.
+        """
         ...
 
     def forward(self, inputs: ModelInputs, caches: Any) -> Tensor:

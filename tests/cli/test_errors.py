@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.command import Run
 
@@ -35,6 +36,12 @@ def check(answer, *needles: str) -> None:  # type: ignore[no-untyped-def]
         (["generate", "hi", "--model", "unknown"], ["model", "unknown", "nano"]),
         (["generate", "hi", "--max-model-len", "many"], ["--max-model-len", "25.6k"]),
         (["generate", "hi", "--kv-cache-dtype", "int3"], ["kv_cache_dtype", "fp8"]),
+        (["generate", "hi", "--device", "gpu9"], ["device", "gpu9", "cuda:N"]),
+        pytest.param(
+            ["generate", "hi", "--device", "cuda"],
+            ["device", "cuda", "cpu"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device"),
+        ),
         (["chat", "--quick", ""], ["--quick"]),
         (["chat", "--model", "unknown", "-q", "hi"], ["model", "unknown"]),
         (["serve", "--port", "99999"], ["--port", "65535"]),

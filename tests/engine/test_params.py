@@ -63,7 +63,9 @@ BAD_CONFIG = {
     "watermark": [-0.1, 1.0, NAN, True, "0.1"],
     "kv_cache_dtype": ["fp4", None],
     "dtype": ["int8"],
-    "seed": [-1, None],
+    "seed": [-1, 1.5],
+    "device": ["gpu9", "cuda:", "cuda:-1", "cuda:1x", "cpu\n", 0, None],
+    "quantize_activations": ["no", 1],
 }
 
 
@@ -80,5 +82,6 @@ def test_number_of_blocks_from_a_memory_budget() -> None:
     assert config.resolve_num_blocks(bytes_per_block=1000, max_model_len=10_000) == 10  # the budget
     assert config.resolve_num_blocks(bytes_per_block=1000, max_model_len=129) == 9  # 4 sequences x 2 blocks + null
     assert EngineConfig(num_blocks=5).resolve_num_blocks(1000, 10_000) == 5
+    assert config.resolve_num_blocks(bytes_per_block=0, max_model_len=129) == 9  # sliding-window layers only
     with pytest.raises(ValueError, match="cache_memory_bytes"):
         config.resolve_num_blocks(bytes_per_block=5001, max_model_len=100)

@@ -96,6 +96,18 @@ def test_more_backtracking_asks_for_more() -> None:
     ModelRunner(MODEL, engine_config("mask", max_backtracking_tokens=6, yoco_prefill_keep_tokens=22))
 
 
+@pytest.mark.parametrize("mode", ["off", "mask", "compact"])
+def test_rings_hold_the_window_and_what_may_be_taken_back(mode: str) -> None:
+    """After any step the latest 16 + 6 tokens are in the rings, and the tokens generated are the same."""
+    options = {"max_backtracking_tokens": 6, "yoco_prefill_keep_tokens": 22}
+    config = engine_config(mode, **options)
+    assert ModelRunner(MODEL, config).caches.state.ring_size == 22
+    assert ModelRunner(MODEL, engine_config("off")).caches.state.ring_size == 17
+    assert ModelRunner(MODEL, engine_config("off", max_backtracking_tokens=1)).caches.state.ring_size == 17
+    tokens, _ = generate(config)
+    assert_greedy(tokens, None if mode == "off" else 22)
+
+
 def test_a_draft_head_counts_as_backtracking() -> None:
     """V4.1-Flash: window 128 and 5 draft tokens give the published minimum of 134."""
     config = tiny_config(2, sliding_window=128, dspark_block_size=5)

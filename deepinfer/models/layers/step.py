@@ -67,6 +67,7 @@ class StepMetadata:
     ngram_source: Tensor  # int64 [N, n] into [new rows | history rows | boundary], token itself first
     history_source: Tensor  # int64 [S, n - 1] into the same: what the history becomes
     block_size: int
+    ring_size: int
 
     @classmethod
     def build(
@@ -76,8 +77,13 @@ class StepMetadata:
         frequencies: dict[bool, Tensor],
         block_size: int,
         wide: torch.dtype,
+        ring_size: int | None = None,
     ) -> StepMetadata:
-        """`frequencies` by "is the layer compressed" (rope_frequencies), on the device; `wide` is at least float32."""
+        """`frequencies` by "is the layer compressed" (rope_frequencies), on the device; `wide` is at least float32.
+
+        `ring_size` is that of the state cache; None: the smallest there is, config.ring_size.
+        """
+        ring_size = ring_size or config.ring_size
         geometry = Geometry.of(inputs)
         ratios = {config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
         ngram, history = _engram_sources(geometry, max(config.engram_max_ngram_size, 2))
@@ -86,7 +92,7 @@ class StepMetadata:
             sequence_of_row=geometry.owner.to(torch.int32),
             state_slots=geometry.state_slots,
             rotations={kind: Rotation.at(inputs.positions, f, wide) for kind, f in frequencies.items()},
-            window=window_plan(geometry, config.sliding_window, config.ring_size, inputs.is_prefill),
+            window=window_plan(geometry, config.sliding_window, ring_size, inputs.is_prefill),
             compression={
                 ratio: _compression_plan(geometry, ratio, block_size, inputs.block_tables, frequencies[True], wide)
                 for ratio in ratios
@@ -94,6 +100,7 @@ class StepMetadata:
             ngram_source=ngram,
             history_source=history,
             block_size=block_size,
+            ring_size=ring_size,
         )
 
     def cache_slots(self, positions: Tensor, entries: int) -> Tensor:
