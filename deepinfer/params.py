@@ -25,7 +25,8 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of every token already generated.
         frequency_penalty: subtracted once per occurrence in the generated tokens.
         repetition_penalty: divides positive (multiplies negative) logits of tokens seen in prompt or output.
-        seed: same seed, same draws, whatever else is in the batch; None picks one at random.
+        seed: same seed, same draws, whatever else is in the batch; None draws one from the engine's seed, which is
+            random unless EngineConfig.seed is set.
         stop_token_ids: finish with reason "stop" after any of these.
         ignore_eos: go on after an end-of-sequence token.
         min_tokens: end-of-sequence and stop_token_ids are impossible before this many tokens.
@@ -34,7 +35,7 @@ class SamplingParams:
         force_topk: restrict the softmax (and the logprobs) to this many largest logits.
         golden_token_ids: teacher forcing: these tokens are "chosen" whatever the logits say, and generation
             ends with the list (reason "length"); end-of-sequence tokens inside it do not stop.
-        n: number of independent completions; completion i draws from its own stream of `seed`.
+        n: number of independent completions; completion i is what a request with `seed` + i gives.
         logit_bias: token id -> value in [-100, 100] added to its logit.
         stop: strings that end the output; applied by the text layer, the engine never sees text.
 

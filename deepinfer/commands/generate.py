@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deepinfer.params import SamplingParams
     from deepinfer.server.text_engine import TextEngine
 
+
 def register(app: typer.Typer) -> None:
     app.command(
         epilog=options.examples(
@@ -101,12 +102,13 @@ async def _print_answers(engine: TextEngine, prompt: list[int], params: Sampling
     """The answers one after another, each as it is generated."""
     from dataclasses import replace
 
+    from deepinfer.sampling.random import completion_seed
     from deepinfer.server.text_engine import TextReader
 
     for number in range(params.n):
         if params.n > 1:
             print(f"{'' if number == 0 else chr(10)}--- {number + 1} of {params.n}")
-        seed = None if params.seed is None else params.seed + number
+        seed = None if params.seed is None else completion_seed(params.seed, number)
         reader = TextReader(engine.tokenizer, params.stop)
         async for delta in engine.stream(prompt, replace(params, n=1, seed=seed), reader):
             if params.logprobs is not None:

@@ -62,7 +62,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # engine thread only
         self._stopped: str | None = None  # why
-        engine.observer.set_wake(partial(self._inbox.put, engine.observer.before_step))
+        engine.observer.set_wake(partial(self._inbox.put, engine.before_step))
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
         self._thread.start()
 
@@ -135,13 +135,14 @@ class AsyncEngine:
             logger.exception("the engine loop died")
             reason = f"the engine died of {type(error).__name__}: {error}"
         self._stopped = reason
-        self._engine.observer.close()
+        streams = list(self._streams.values())
         while not self._inbox.empty():
             command = self._inbox.get()
             if isinstance(command, partial) and command.func == self._add:
-                self._streams[command.args[0]] = command.args[3]
-        for stream in self._streams.values():
+                streams.append(command.args[3])  # whatever its id: one that is in use has its own consumer
+        for stream in streams:
             self._call_in_loop(stream, stream.fail, EngineStoppedError(reason))
+        self._engine.observer.close()
 
     def _obey_inbox(self) -> bool:
         """Run all commands, waiting for one if the engine is idle; False to stop."""

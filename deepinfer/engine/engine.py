@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +21,7 @@ from deepinfer.observability.observer import Observer
 from deepinfer.observability.stats import StepStats
 from deepinfer.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from deepinfer.params import MAX_SEED, SamplingParams
-from deepinfer.sampling.random import derive_seed
+from deepinfer.sampling.random import completion_seed
 from deepinfer.sampling.sampler import SamplerOutput, sample
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,10 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class EngineStats:
-    """A snapshot: sequences and blocks now, tokens and preemptions since the start."""
+    """A snapshot: sequences and blocks now, tokens and preemptions since the start.
+
+    A prompt counts when its first token is sampled, once: what preemption makes the engine recompute is not news.
+    """
 
     num_waiting: int
     num_running: int
@@ -79,6 +82,7 @@ class Engine:
         self._num_arrived = 0
         self._seeds = np.random.default_rng(config.seed)
         self.observer = Observer(config.device, getattr(runner, "flops", None))
+        self._observing = True
         self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")
 
     def validate(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> None:
@@ -118,13 +122,13 @@ class Engine:
         request = Request(request_id, list(prompt_token_ids), metrics)
         for index in range(params.n):
             seq = Sequence(
-                request_id, index, self._num_arrived, prompt_token_ids, params, derive_seed(seed, index), metrics
+                request_id, index, self._num_arrived, prompt_token_ids, params, completion_seed(seed, index), metrics
             )
             self._num_arrived += 1
             request.sequences.append(seq)
             self.scheduler.add(seq)
         if not self.requests:
-            self.observer.work_began()
+            self._observe(self.observer.work_began)
         self.requests[request_id] = request
 
     def abort_request(self, request_id: str, index: int | None = None) -> RequestOutput | None:
@@ -138,13 +142,26 @@ class Engine:
         sequences = [s for s in request.sequences if s.finish_reason is None and index in (None, s.index)]
         return self._close(request, sequences, "abort") if sequences else None
 
+    def before_step(self) -> None:
+        """Start or end traces. `step` calls it; an idle engine's owner calls it when the observer wakes it."""
+        self._observe(self.observer.before_step)
+
+    def _observe(self, hook: Callable[[], None]) -> None:
+        """A fault of the observer costs observations, not requests: it is logged, and the observer left alone."""
+        if self._observing:
+            try:
+                hook()
+            except Exception:
+                logger.exception("an observer failed; statistics and traces are off from here on")
+                self._observing = False
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Run one step and return the news of every request it touched; an exception fails only those requests."""
-        self.observer.before_step()
+        self.before_step()
         scope = self.observer.timer.scope
         with scope("schedule"):
             batch = self.scheduler.schedule()
@@ -163,10 +180,12 @@ class Engine:
             return self._fail(batch.sequences, f"{type(error).__name__}: {error}")
         with scope("postprocess"):
             sequences = batch.sampled
+            if batch.is_prefill:  # those with output were counted before they were preempted
+                self.num_prompt_tokens += sum(s.num_prompt_tokens for s in sequences if s.num_output_tokens == 0)
             self.scheduler.advance(batch)
             outputs = self._postprocess(sequences, sampled)
         with scope("observe"):
-            self.observer.after_step(self._step_stats(batch, len(sequences)))
+            self._observe(lambda: self.observer.after_step(self._step_stats(batch, len(sequences))))
         if self._check_integrity:
             self.scheduler.check_integrity()
         return outputs
@@ -208,13 +227,12 @@ class Engine:
         """The request is finished."""
         self.requests.pop(request_id).metrics.finished_time = now
         if not self.requests:
-            self.observer.work_ended()
+            self._observe(self.observer.work_ended)
 
     def _record_scheduled(self, batch: ScheduledBatch) -> None:
         if not batch.is_prefill:
             return
         now = time.monotonic()
-        self.num_prompt_tokens += sum(batch.num_tokens)
         for seq in batch.sequences:
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now

@@ -5,8 +5,9 @@ The mixer is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom nu
 
 import numpy as np
 
+from deepinfer.params import MAX_SEED
+
 _GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 
 
 def uniforms(seeds: list[int], counters: list[int]) -> np.ndarray:
@@ -15,9 +16,9 @@ def uniforms(seeds: list[int], counters: list[int]) -> np.ndarray:
     return (_mix(state) >> np.uint64(24)).astype(np.float64) * 2.0**-40
 
 
-def derive_seed(seed: int, index: int) -> int:
-    """Seed of the index-th stream under `seed`; stream 0 is `seed` itself."""
-    return seed if index == 0 else int(_mix(np.array([(seed ^ (index * _GOLDEN)) & _MASK], np.uint64))[0])
+def completion_seed(seed: int, index: int) -> int:
+    """Seed of completion `index` of a request: seed, seed + 1, ..., so that each can be repeated by itself."""
+    return (seed + index) % (MAX_SEED + 1)
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

@@ -178,6 +178,39 @@ def test_closing_releases_every_consumer() -> None:
     with_engine(test, Engine(SlowRunner(200, 4, 4), EngineConfig(block_size=4, num_blocks=200, max_num_seqs=4), EOS))
 
 
+def test_requests_queued_behind_a_close_are_released_also_under_one_id() -> None:
+    runner = GatedRunner(200, 4, 4)
+
+    async def test(engine: AsyncEngine) -> None:
+        first = asyncio.create_task(collect(engine.generate("same", [1], ENDLESS)))
+        while not runner.entered.is_set():
+            await asyncio.sleep(0.001)
+        closing = asyncio.get_running_loop().run_in_executor(None, engine.close)
+        while engine._inbox.empty():
+            await asyncio.sleep(0.001)
+        late = [asyncio.create_task(collect(engine.generate(i, [1], ENDLESS))) for i in ("same", "same", "other")]
+        await asyncio.sleep(0.01)
+        runner.gate.set()
+        results = await asyncio.gather(first, *late, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineStoppedError] * 4
+        await closing
+
+    with_engine(test, Engine(runner, EngineConfig(block_size=4, num_blocks=200, max_num_seqs=4), EOS))
+
+
+class GatedRunner(ToyRunner):
+    """Stays in its first step until `gate` is set."""
+
+    def __init__(self, *sizes: int):
+        super().__init__(*sizes)
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def run(self, inputs: ModelInputs) -> torch.Tensor:
+        self.entered.set()
+        self.gate.wait(30)
+        return super().run(inputs)
+
+
 def test_a_fault_of_the_engine_itself_hangs_nobody() -> None:
     engine = make_engine(4, 60, 2, 16, 64)
 

@@ -121,15 +121,24 @@ def test_seeded_requests_are_the_same_alone_and_in_a_crowd_with_preemption() -> 
     assert crowd.stats().num_preemptions > 0
     assert sum(output.metrics.num_preemptions for output in got.values()) == crowd.stats().num_preemptions
     assert [got[str(i)].outputs[0].token_ids for i in range(12)] == alone
-    several = make_engine(4, 60, 8, 16, 64)
-    several.add_request("r", prompts[0], sampled(0, n=3))
-    completions = sorted(run(several)["r"].outputs, key=lambda c: c.index)
-    assert completions[0].token_ids == alone[0]
-    assert len({tuple(c.token_ids) for c in completions}) == 3
+    assert crowd.stats().num_prompt_tokens == sum(map(len, prompts))  # recomputation is not counted again
+
+
+def test_completion_i_is_what_a_request_with_the_seed_plus_i_gives() -> None:
+    def tokens(seed: int, n: int) -> list[list[int]]:
+        engine = make_engine(4, 60, 8, 16, 64)
+        engine.add_request("r", [4, 5, 6], SamplingParams(seed=seed, max_tokens=30, ignore_eos=True, n=n))
+        completions = run(engine)["r"].outputs
+        assert engine.stats().num_prompt_tokens == 3 * n
+        return [c.token_ids for c in sorted(completions, key=lambda c: c.index)]
+
+    together = tokens(70, n=3)
+    assert together == [tokens(70 + i, n=1)[0] for i in range(3)]
+    assert len(set(map(tuple, together))) == 3
 
 
 def test_unseeded_requests_differ_and_the_engine_seed_repeats_them() -> None:
-    def texts(seed: int) -> list[list[int]]:
+    def texts(seed: int | None) -> list[list[int]]:
         config = EngineConfig(block_size=4, num_blocks=60, seed=seed)
         engine = Engine(ToyRunner(60, 4, 64), config)
         for i in range(4):
@@ -137,6 +146,7 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them() -> None:
         return [got.outputs[0].token_ids for _, got in sorted(run(engine).items())]
 
     assert texts(1) == texts(1) != texts(2)
+    assert EngineConfig().seed is None and texts(None) != texts(None)
     assert len(set(map(tuple, texts(1)))) == 4
 
 
@@ -242,3 +252,27 @@ def test_metrics_are_in_order() -> None:
     assert times == sorted(times) and len(set(times)) == 4
     stats = engine.stats()
     assert (stats.num_prompt_tokens, stats.num_output_tokens) == (9, 20)
+
+
+class BrokenEstimator:
+    """A FLOP estimator with a bug: `Runner.flops` is the part of an observer that a model brings along."""
+
+    def step(self, *arguments: object) -> None:
+        raise ZeroDivisionError("no FLOPs")
+
+
+@pytest.mark.parametrize("hook", ["flops", "before_step", "work_began", "work_ended"])
+def test_a_failing_observer_is_logged_and_costs_no_request(
+    hook: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = ToyRunner(20, 4, 4)
+    if hook == "flops":
+        runner.flops = BrokenEstimator()
+    engine = Engine(runner, EngineConfig(block_size=4, num_blocks=20), EOS)
+    if hook != "flops":
+        monkeypatch.setattr(engine.observer, hook, BrokenEstimator().step)
+    engine.add_request("r", [1, 2, 3], GREEDY)
+    got = run(engine)["r"]
+    assert got.error is None
+    assert got.outputs[0].token_ids == greedy_oracle([1, 2, 3], GREEDY, EOS, 76)[0]
+    assert sum("an observer failed" in record.message for record in caplog.records) == 1

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from deepinfer.engine.sequence import Sequence
 from deepinfer.outputs import RequestMetrics
-from deepinfer.params import SamplingParams
+from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.penalties import edit_logits
-from deepinfer.sampling.random import derive_seed, uniforms
+from deepinfer.sampling.random import completion_seed, uniforms
 from deepinfer.sampling.sampler import sample
 
 EOS = {2}
@@ -130,9 +130,10 @@ def test_successive_draws_of_one_seed_are_independent() -> None:
     assert_distribution(pairs.tolist(), np.full(64, 1 / 64))
 
 
-def test_streams_of_one_seed_differ_and_the_first_is_the_seed() -> None:
-    seeds = [derive_seed(99, index) for index in range(100)]
-    assert seeds[0] == 99 and len(set(seeds)) == 100
+def test_completions_of_one_request_have_unrelated_draws() -> None:
+    seeds = [completion_seed(99, index) for index in range(100)]
+    assert seeds == list(range(99, 199))
+    assert completion_seed(MAX_SEED, 2) == 1  # seeds wrap around, they never leave the allowed range
     draws = [tuple(uniforms([seed] * 20, list(range(20)))) for seed in seeds]
     assert len({value for draw in draws for value in draw}) == 2000  # no stream is a shifted copy of another
 
