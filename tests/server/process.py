@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import anthropic
 import httpx
 import openai
 
@@ -35,6 +36,14 @@ class Server:
     @property
     def async_client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    @property
+    def anthropic(self) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key=KEY, max_retries=0, timeout=60)
+
+    @property
+    def async_anthropic(self) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.url, api_key=KEY, max_retries=0, timeout=60)
 
     def metric(self, name: str, **labels: str) -> float:
         """Value of one sample of /metrics; 0 if it has not been seen yet."""
