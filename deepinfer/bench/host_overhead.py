@@ -167,7 +167,7 @@ def measure(num_seqs: int, num_steps: int, repeats: int, growth_steps: int, comm
         samples = steady_load(num_seqs, growth_steps, num_samples=40)
         traced, resident = growth(samples)
         for what, value, target in (("Python", traced, 64), ("resident", resident, 4096)):
-            print(f"{what} memory grew by {value / 1024:.1f} KiB over the last three quarters")
+            print(f"{what} memory grew by {value / 1024:.1f} KiB from the second to the last quarter")
             records.append(
                 measured(
                     f"growth of {what} memory over {growth_steps} steps",
