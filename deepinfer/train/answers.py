@@ -1,8 +1,10 @@
 """Greedy answers of a checkpoint to the held-out evaluation prompts, scored by kind, and free-running samples.
 
-    python -m deepinfer.train.answers --model nano --prompts DATA/eval.jsonl --out benchmarks/nano
+    python -m deepinfer.train.answers --prompts DATA/eval.jsonl --out benchmarks/nano
+    python -m deepinfer.train.answers --prompts DATA/eval_seen.jsonl --out benchmarks/nano --name answers_known
 
-Writes answers.json (rates, and every wrong answer with what was expected) and samples.json.
+Writes answers.json (rates, and every wrong answer with what was expected) and samples.json; the second command: new
+prompts over the names, tools and sums that training uses too.
 """
 
 from __future__ import annotations
@@ -152,6 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--prompts", type=Path, required=True, help="eval.jsonl of deepinfer.train.data")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--name", default="answers", help="name of the rates' file; samples come with `answers` only")
     parser.add_argument("--limit", type=int, help="only the first prompts of each kind")
     options = parser.parse_args(arguments)
     records = [json.loads(line) for line in options.prompts.read_text(encoding="utf-8").splitlines()]
@@ -160,10 +163,15 @@ def main(arguments: list[str] | None = None) -> None:
         records = [r for r in records if (seen.update([r["kind"]]) or seen[r["kind"]]) <= options.limit]
     llm = LLM(options.model)
     options.out.mkdir(parents=True, exist_ok=True)
-    shown = samples(llm)
-    (options.out / "samples.json").write_text(json.dumps(shown, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def write(name: str, result: Any) -> None:
+        text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+        (options.out / f"{name}.json").write_text(text, encoding="utf-8")
+
+    if options.name == "answers":
+        write("samples", samples(llm))
     result = score(llm, records)
-    (options.out / "answers.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write(options.name, result)
     print(json.dumps(result["kinds"], indent=1))
 
 

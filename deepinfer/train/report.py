@@ -2,7 +2,8 @@
 
     python -m deepinfer.train.report --runs benchmarks/nano --document docs/nano.md
 
-Reads training.json (pretrain), dense_baseline.json, ngram.json, answers.json and samples.json.
+Reads training.json (pretrain), held_out_float32.json (evaluate on a CPU), dense_baseline.json, ngram.json,
+answers.json, answers_known.json and samples.json.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Runs:
             return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
         self.training, self.dense, self.ngram = read("training"), read("dense_baseline"), read("ngram")
-        self.answers, self.samples = read("answers"), read("samples")
+        self.answers, self.known_answers, self.samples = read("answers"), read("answers_known"), read("samples")
+        self.float32_scores: Scores = read("held_out_float32")
         self.nano_scores: Scores = self.training["held_out"]
         self.dense_scores: Scores = self.dense["held_out"]
         self.sources = [name for name in self.nano_scores if not name.startswith("all")]
@@ -111,13 +113,17 @@ def records(runs: Runs) -> list[Record]:
         on_card("nano training", "tokens/s", runs.training["tokens"] / runs.training["seconds"], TRAIN),
         on_card("dense baseline training", "tokens/s", runs.dense["tokens"] / runs.dense["seconds"], DENSE),
     ]
-    rates = {f"nano {kind}: right": figures["rate"] for kind, figures in runs.answers["kinds"].items()}
-    tool = runs.answers["kinds"]["tool"]
-    rates["nano tool: valid call"] = tool["valid_rate"]
-    rates["nano tool: well-formed call"] = tool["well_formed_rate"]
-    for name, rate in rates.items():
-        target = 0.5 if name == "nano tool: valid call" else None  # "a valid tool call on most of a held-out set"
-        result.append(measured(name, part="1", unit="share", value=rate, command=ANSWERS, target=target))
+    for label, answers, prompts in (
+        ("new", runs.answers, ANSWERS),
+        ("known", runs.known_answers, ANSWERS.replace("eval.jsonl", "eval_seen.jsonl") + " --name answers_known"),
+    ):
+        kinds = answers["kinds"]
+        rates = {f"nano {kind} right, {label} names": figures["rate"] for kind, figures in kinds.items()}
+        rates[f"nano tool call valid, {label} tools"] = kinds["tool"]["valid_rate"]
+        rates[f"nano tool call parses, {label} tools"] = kinds["tool"]["well_formed_rate"]
+        for name, rate in rates.items():
+            target = 0.5 if "valid" in name else None  # "a valid tool call on most of a held-out set"
+            result.append(measured(name, part="1", unit="share", value=rate, command=prompts, target=target))
     return result
 
 
@@ -165,20 +171,28 @@ def generated_text(runs: Runs, config: ModelConfig) -> str:
     everything = sum(runs.nano_scores[s]["targets"] for s in runs.sources)
     figures = [f"{runs.mean_loss(loss):.3f}" for loss in means] + [f"{value:.3f}" for value in bits]
     lines.append("| " + " | ".join(["all", f"{everything:,.0f}", *figures]) + " |")
+    checked = [source for source in runs.float32_scores if source in runs.sources]
+    apart = max(abs(runs.float32_scores[s]["loss"] - runs.nano_scores[s]["loss"]) for s in checked)
     lines += [
         "",
-        "Greedy answers to the held-out evaluation prompts:",
+        "Nano's scores come from the training code in BF16. The float32 reference model on the stored checkpoint gives, "
+        f"for {', '.join(f'`{source}`' for source in checked)}, the same to within {apart:.3f}.",
         "",
-        "| Kind | asked | right |",
-        "| --- | --- | --- |",
+        "Greedy answers to evaluation prompts that training never saw: with names of people, tools and sums that "
+        "training never uses (new), and with those that it does use (known).",
+        "",
+        "| Kind | asked | right, new | right, known |",
+        "| --- | --- | --- | --- |",
     ]
-    for kind, counts in runs.answers["kinds"].items():
-        lines.append(f"| `{kind}` | {counts['asked']} | {counts['rate']:.1%} |")
-    tool = runs.answers["kinds"]["tool"]
+    new, known = runs.answers["kinds"], runs.known_answers["kinds"]
+    for kind, counts in new.items():
+        lines.append(f"| `{kind}` | {counts['asked']} | {counts['rate']:.1%} | {known[kind]['rate']:.1%} |")
+    for label, key in (("call that parses", "well_formed_rate"), ("valid call", "valid_rate")):
+        asked = new["tool"]["asked"]
+        lines.append(f"| `tool`: {label} | {asked} | {new['tool'][key]:.1%} | {known['tool'][key]:.1%} |")
     lines += [
         "",
-        f"Of the tool prompts, {tool['well_formed_rate']:.1%} get a call that parses and {tool['valid_rate']:.1%} a "
-        "valid one (a declared tool, all required parameters, no others); right means equal name and values.",
+        "A valid call names a declared tool with all required parameters and no others; right means equal values too.",
         "",
         "Samples: temperature 0.7, top-p 0.9, seed 0, at most 100 tokens, not selected.",
         "",

@@ -27,6 +27,19 @@ from tests.configs import tiny_config, tiny_token_map
 LENGTH = 32
 
 
+def small_config():
+    """Four layers, one of each mode: window only, ratio 2, ratio 1 with candidates, reindexing."""
+    return tiny_config(
+        num_hidden_layers=4,
+        compress_ratios=(0, 2, 1, 1),
+        kv_source_layer_ids=(1, 2),
+        index_source_layer_ids=(1, 2, 3),
+        candidate_source_layer_id=2,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=(272,),
+    )
+
+
 def all_targets(ids: torch.Tensor) -> Rows:
     return Rows(ids.to(torch.int16), torch.full((ids.shape[0], -(-ids.shape[1] // 8)), 255, dtype=torch.uint8))
 
@@ -38,7 +51,7 @@ def counting_rows(rows: int = 64) -> Rows:
 
 
 def start(seed: int = 0, batch: int = 8):
-    config = tiny_config()
+    config = small_config()
     token_map = torch.from_numpy(tiny_token_map()).long()
     built = build(config, token_map, initial_masters(config, seed), LENGTH, "cpu", Rates())
     return config, built, Batches(counting_rows(), batch, seed)
@@ -63,9 +76,9 @@ def test_loss_falls_in_dense_and_sparse_phases():
     _, (model, parameters, optimizer), batches = start()
     batch = next(batches.from_step(0))
     before = float(gradient_step(model, parameters, Schedule(), *batch, dense=False).figures["loss"])
-    run_steps((model, parameters, optimizer), batches, Run(), 24, total=24)
+    run_steps((model, parameters, optimizer), batches, Run(), 20, total=20)
     after = float(gradient_step(model, parameters, Schedule(), *batch, dense=False).figures["loss"])
-    assert before > 5.5 and after < 0.7 * before
+    assert before > 5.5 and after < 0.75 * before
 
 
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
@@ -104,7 +117,7 @@ def test_exported_checkpoint_holds_the_trained_values(tmp_path):
 
 
 def test_kinds_cover_the_whole_text_model():
-    config = tiny_config()
+    config = small_config()
     names = [name for kind in parameter_kinds(config) for name in kind.names]
     assert len(names) == len(set(names))
     weights = stored_values(config, initial_masters(config))
@@ -124,7 +137,7 @@ def test_orthogonalize_moves_singular_values_near_one():
 
 def test_balance_raises_idle_experts():
     _, (_, parameters, optimizer), _ = start()
-    counts = {layer: torch.tensor([0, 20, 10, 10, 10, 10, 10, 10]) for layer in range(10)}
+    counts = {layer: torch.tensor([0, 20, 10, 10, 10, 10, 10, 10]) for layer in range(4)}
     optimizer.balance(counts, 1.0)
     bias = parameters.masters["layers.*.ffn.gate.bias"]
     assert bool((bias[:, 0] > 0).all()) and bool((bias[:, 1] < 0).all()) and bool((bias[:, 2:] == 0).all())
