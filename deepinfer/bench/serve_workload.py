@@ -216,6 +216,14 @@ def arrival_times(count: int, rate: float, burstiness: float, draw: np.random.Ge
 
 def warm_up_requests(requests: Sequence[Request], count: int) -> list[Request]:
     """Requests of the same lengths with another start, so that warming up fills no prefix that is then measured."""
-    chosen = itertools.islice(itertools.cycle(requests), count)
-    return [Request(one.prompt[len(one.prompt) // 2 :] + one.prompt[: len(one.prompt) // 2], one.output_len)
-            for one in chosen]  # fmt: skip
+    return [
+        Request(_halves_swapped(one.prompt), one.output_len)
+        for one in itertools.islice(itertools.cycle(requests), count)
+    ]
+
+
+def _halves_swapped(prompt: str | list[int]) -> str | list[int]:
+    middle = len(prompt) // 2
+    if isinstance(prompt, str):
+        return prompt[middle:] + prompt[:middle]
+    return prompt[middle:] + prompt[:middle]
