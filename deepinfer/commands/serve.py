@@ -79,6 +79,9 @@ def serve(
     shutdown_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds that requests in flight get to finish when the server is stopped.")
     ] = 30,
+    web: Annotated[
+        bool, typer.Option("--web/--no-web", help="Serve a chat page at / and live graphs at /status.")
+    ] = True,
     profiler_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, envvar="DEEPINFER_PROFILER_PORT", help="Port for profiler traces, loopback."),
@@ -131,4 +134,5 @@ def serve(
         response_ttl=response_ttl,
         shutdown_timeout=shutdown_timeout,
         log_level=log_level,
+        web=web,
     )

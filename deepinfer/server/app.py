@@ -12,16 +12,17 @@ from fastapi.middleware.cors import CORSMiddleware
 from deepinfer import __version__
 from deepinfer.server import chat, completions, messages, misc, operations, responses, tokens
 from deepinfer.server.errors import install_handlers
-from deepinfer.server.middleware import CountRequests, GiveRequestId, RequireKey
+from deepinfer.server.middleware import OPEN_PATHS, CountRequests, GiveRequestId, RequireKey
 from deepinfer.server.state import ServerState
+from deepinfer.server.web import routes as web_page
 
 ROUTERS = (chat, completions, responses, messages, tokens, misc, operations)
 
 
-def create_app(state: ServerState, allowed_origins: tuple[str, ...] = ()) -> FastAPI:
+def create_app(state: ServerState, allowed_origins: tuple[str, ...] = (), web: bool = True) -> FastAPI:
     """The application of one model.  The engine in `state` is closed with the application.
 
-    Pages of `allowed_origins` may call it from a browser (CORS); without any, none may.
+    Pages of `allowed_origins` may call it from a browser (CORS); without any, none may but its own (`web`).
     """
 
     @asynccontextmanager
@@ -34,8 +35,10 @@ def create_app(state: ServerState, allowed_origins: tuple[str, ...] = ()) -> Fas
     install_handlers(app)
     for module in ROUTERS:
         app.include_router(module.router)
+    if web:
+        app.include_router(web_page.router)
     app.add_middleware(CountRequests, metrics=state.metrics)
-    app.add_middleware(RequireKey, keys=state.api_keys)
+    app.add_middleware(RequireKey, keys=state.api_keys, open_paths=OPEN_PATHS + (web_page.PATHS if web else ()))
     if allowed_origins:  # outside the key check: a browser's preflight request carries no key
         app.add_middleware(
             CORSMiddleware,

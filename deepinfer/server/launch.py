@@ -33,6 +33,7 @@ def run_server(
     response_ttl: float = DEFAULT_TTL,
     shutdown_timeout: int = 30,
     log_level: str = "info",
+    web: bool = True,
 ) -> None:
     """Serve until interrupted, then give requests in flight `shutdown_timeout` seconds to finish.
 
@@ -53,7 +54,7 @@ def run_server(
         bound_host, bound_port = listener.getsockname()[:2]
         bound_host = f"[{bound_host}]" if ":" in bound_host else bound_host
         print(f"serving {text.name!r} at http://{bound_host}:{bound_port}/v1", flush=True)
-        settings = uvicorn.Config(create_app(state, allowed_origins), log_level=log_level, lifespan="on")
+        settings = uvicorn.Config(create_app(state, allowed_origins, web), log_level=log_level, lifespan="on")
         DrainingServer(settings, state, shutdown_timeout).run(sockets=[listener])
 
 

@@ -53,16 +53,16 @@ class GiveRequestId:
 
 
 class RequireKey:
-    """401 without the key, as `Authorization: Bearer KEY` or `x-api-key: KEY`, on every path but OPEN_PATHS.
+    """401 without the key, as `Authorization: Bearer KEY` or `x-api-key: KEY`, on every path but `open_paths`.
 
     No keys means no check.  `request.state.owner` tells keys apart.
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
-        self.app, self.keys = app, [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: tuple[str, ...] = OPEN_PATHS):
+        self.app, self.keys, self.open_paths = app, [key.encode() for key in keys], frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self.keys or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or not self.keys or scope["path"] in self.open_paths:
             await self.app(scope, receive, send)
             return
         number = self._key_number(scope)

@@ -4,7 +4,7 @@
 import { copyButton, make } from "./dom.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
@@ -36,7 +36,7 @@ export function splitBlocks(text) {
       const code = lines.slice(start + 1, end).join("\n");
       push("code", Math.min(end + 1, lines.length), { code, language: match[2] });
     } else if ((match = HEADING.exec(line))) {
-      push("heading", end, { level: match[1].length, text: match[2] });
+      push("heading", end, { level: match[1].length, text: match[2].trim().replace(/\s#+$/, "") });
     } else if (RULE.test(line)) {
       push("rule", end, {});
     } else if (QUOTE.test(line)) {
