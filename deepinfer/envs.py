@@ -33,16 +33,27 @@ def _number(parse: Callable[[str], Any], low: float, low_open: bool = False) -> 
     return parse_number
 
 
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError("must not be empty")
+    return Path(text)
+
+
 # name -> (parser, default, meaning)
 VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "DEEPINFER_API_KEY": (str, None, "key that clients of the server must send"),
     "DEEPINFER_CACHE_DIR": (
-        Path,
+        _path,
         None,
         "where compiled kernels are kept; default: deepinfer in the user's cache folder",
     ),
     "DEEPINFER_CHECK_INTEGRITY": (_bool, False, "check queues, blocks and slots after every step (slow)"),
     "DEEPINFER_DEBUG": (_bool, False, "show the traceback of an error on the command line"),
+    "DEEPINFER_ENGINE_TIMEOUT": (
+        _number(float, 0),
+        300.0,
+        "seconds without a sign of life after which a server restarts its engine process; 0: never",
+    ),
     "DEEPINFER_GC_INTERVAL_STEP": (
         _number(int, 0),
         1000,
@@ -59,7 +70,7 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         "tokens of a sequence that speculation may take back; default: what the model's draft head needs",
     ),
     "DEEPINFER_PEAK_FLOPS": (_number(float, 0, True), None, "FLOP/s of the device, for MFU; default: by its name"),
-    "DEEPINFER_PROFILER_DIR": (Path, Path("deepinfer-traces"), "folder that profiler traces are written to"),
+    "DEEPINFER_PROFILER_DIR": (_path, Path("deepinfer-traces"), "folder that profiler traces are written to"),
     "DEEPINFER_PROFILER_HOST": (str, "127.0.0.1", "address of the profiler's HTTP endpoint"),
     "DEEPINFER_PROFILER_PORT": (_number(int, 0), None, "port of the profiler's HTTP endpoint; default: no endpoint"),
     "DEEPINFER_STATS_INTERVAL": (_number(float, 0), 10.0, "seconds between lines of statistics in the log; 0: none"),

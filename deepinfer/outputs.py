@@ -30,6 +30,22 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class EngineStats:
+    """A snapshot: sequences and blocks now, tokens and preemptions since the start.
+
+    A prompt counts when its first token is sampled, once: what preemption makes the engine recompute is not news.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_blocks: int
+    num_free_blocks: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """New tokens of one of the n completions of a request.
 

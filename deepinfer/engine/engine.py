@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -13,13 +12,14 @@ from torch import Tensor
 
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.checks import check_request
 from deepinfer.engine.model_inputs import build_model_inputs, decoder_start
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.observability.observer import Observer
 from deepinfer.observability.stats import StepStats
-from deepinfer.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from deepinfer.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.random import completion_seed
 from deepinfer.sampling.sampler import SamplerOutput, sample
@@ -42,22 +42,6 @@ class Runner(Protocol):
     def run(self, inputs: ModelInputs) -> Tensor:
         """Logits float32 [R, vocab_size] of inputs.logits_rows."""
         ...
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """A snapshot: sequences and blocks now, tokens and preemptions since the start.
-
-    A prompt counts when its first token is sampled, once: what preemption makes the engine recompute is not news.
-    """
-
-    num_waiting: int
-    num_running: int
-    num_blocks: int
-    num_free_blocks: int
-    num_preemptions: int
-    num_prompt_tokens: int
-    num_output_tokens: int
 
 
 class Engine:
@@ -87,27 +71,7 @@ class Engine:
 
     def validate(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> None:
         """Raise ValueError naming the field if the request can never run. Changes nothing; any thread may call it."""
-        if isinstance(prompt_token_ids, str | bytes) or not isinstance(prompt_token_ids, SequenceOf):
-            raise ValueError(f"prompt_token_ids must be a list of token ids, got {type(prompt_token_ids).__name__}")
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        if not prompt_token_ids:
-            raise ValueError("prompt_token_ids must not be empty")
-        if len(prompt_token_ids) >= self.max_model_len:
-            raise ValueError(
-                f"prompt_token_ids has {len(prompt_token_ids)} tokens, at most {self.max_model_len - 1} "
-                f"leave room for an answer in the context of {self.max_model_len}"
-            )
-        vocab_size = self.runner.vocab_size
-        # Whole-list checks: a loop in Python would cost milliseconds on a long prompt.
-        if (
-            set(map(type, prompt_token_ids)) != {int}
-            or min(prompt_token_ids) < 0
-            or max(prompt_token_ids) >= vocab_size
-        ):
-            wrong = next(t for t in prompt_token_ids if type(t) is not int or not 0 <= t < vocab_size)
-            raise ValueError(f"prompt_token_ids must be integers in [0, {vocab_size}), got {wrong!r}")
-        params.check_vocabulary(vocab_size)
+        check_request(prompt_token_ids, params, self.max_model_len, self.runner.vocab_size)
 
     def add_request(
         self, request_id: str, prompt_token_ids: SequenceOf[int], sampling_params: SamplingParams | None = None

@@ -1,0 +1,25 @@
+"""What a request must be like; without torch, because a server checks requests for an engine in another process."""
+
+from collections.abc import Sequence
+
+from deepinfer.params import SamplingParams
+
+
+def check_request(prompt_token_ids: Sequence[int], params: SamplingParams, max_model_len: int, vocab_size: int) -> None:
+    """Raise ValueError naming the field if an engine of these sizes can never run the request."""
+    if isinstance(prompt_token_ids, str | bytes) or not isinstance(prompt_token_ids, Sequence):
+        raise ValueError(f"prompt_token_ids must be a list of token ids, got {type(prompt_token_ids).__name__}")
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+    if not prompt_token_ids:
+        raise ValueError("prompt_token_ids must not be empty")
+    if len(prompt_token_ids) >= max_model_len:
+        raise ValueError(
+            f"prompt_token_ids has {len(prompt_token_ids)} tokens, at most {max_model_len - 1} "
+            f"leave room for an answer in the context of {max_model_len}"
+        )
+    # Whole-list checks: a loop in Python would cost milliseconds on a long prompt.
+    if set(map(type, prompt_token_ids)) != {int} or min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
+        wrong = next(t for t in prompt_token_ids if type(t) is not int or not 0 <= t < vocab_size)
+        raise ValueError(f"prompt_token_ids must be integers in [0, {vocab_size}), got {wrong!r}")
+    params.check_vocabulary(vocab_size)

@@ -1,0 +1,424 @@
+"""EngineClient: an engine in a process of its own, with the interface of AsyncEngine.
+
+It lives in one event loop: one wake-up a step hands the news to all consumers. A process that dies, or says nothing
+for too long, fails the requests in progress and is started again, after a pause that doubles from death to death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, replace
+from typing import Literal
+
+from deepinfer import envs
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.checks import check_request
+from deepinfer.engine.messages import (
+    Abort,
+    AddRequest,
+    Connection,
+    EngineMessage,
+    Failed,
+    Heartbeat,
+    Output,
+    Ready,
+    Refused,
+    Start,
+    StepOutputs,
+    output_from_wire,
+    params_to_wire,
+)
+from deepinfer.errors import EngineStoppedError
+from deepinfer.observability.stats import WindowStats
+from deepinfer.outputs import EngineStats, RequestOutput
+from deepinfer.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+EngineState = Literal["starting", "ready", "dead"]
+MAX_RESTARTS = 5  # deaths in a row; one that comes after STABLE_SECONDS of service starts a new row
+STABLE_SECONDS = 60.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
+CLOSE_SECONDS = 10.0  # how long the process may take to end when it is told to
+_NO_WINDOW = WindowStats(0.0, 0.0, 0, 0, 0.0, 0, 0.0, None, None, None, None)
+
+
+class _Stream:
+    """Outputs of one request on their way to its consumer."""
+
+    __slots__ = ("number", "request_id", "prompt_token_ids", "pending", "error", "waiter")
+
+    def __init__(self, number: int, request_id: str, prompt_token_ids: list[int]) -> None:
+        self.number, self.request_id, self.prompt_token_ids = number, request_id, prompt_token_ids
+        self.pending: RequestOutput | None = None
+        self.error: Exception | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def push(self, output: RequestOutput) -> None:
+        if self.pending is None:
+            self.pending = output
+        else:
+            self.pending.merge(output)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def pop(self) -> RequestOutput:
+        if self.pending is None and self.error is None:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        output, self.pending = self.pending, None
+        if output is None:
+            assert self.error is not None
+            raise self.error
+        return output
+
+
+class RemoteStatistics:
+    """The figures that the process reported last. `totals` count over restarts."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}  # of processes that died
+        self._now: dict[str, float] = {}
+        self._window = _NO_WINDOW
+
+    @property
+    def totals(self) -> dict[str, float]:
+        names = self._before.keys() | self._now.keys()
+        return {name: self._before.get(name, 0.0) + self._now.get(name, 0.0) for name in names}
+
+    def window(self) -> WindowStats:
+        return self._window
+
+    def update(self, window: WindowStats, totals: dict[str, float]) -> None:
+        self._window, self._now = window, totals
+
+    def restart(self) -> None:
+        self._before, self._now, self._window = self.totals, {}, _NO_WINDOW
+
+
+class EngineClient:
+    """Starts the engine process and waits until it has loaded the model. Use `close` when done.
+
+    All methods but `close` belong to one event loop: that of the first call of `attach` or `generate`.
+
+    Args:
+        model: "nano" or a checkpoint folder.
+        config: of the engine.
+        log_level: of the process, which logs to standard error.
+
+    Raises:
+        ValueError, OSError: the model or the configuration is bad; the same error as load_engine's.
+        EngineStoppedError: the process died while it loaded.
+    """
+
+    state: EngineState
+    _process: subprocess.Popen[bytes]
+    _connection: Connection[EngineMessage]
+
+    def __init__(self, model: str, config: EngineConfig | None = None, log_level: str = "warning"):
+        self._start = Start(str(model), asdict(config or EngineConfig()), log_level)
+        self._silence = envs.get("DEEPINFER_ENGINE_TIMEOUT")
+        self._streams: dict[int, _Stream] = {}
+        self._numbers: dict[str, int] = {}  # of the requests in progress
+        self._next_number = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._restart: asyncio.Task[None] | None = None
+        self._closing = threading.Lock()
+        self._closed = False
+        self._deaths = 0
+        self.num_restarts = 0
+        self.statistics = RemoteStatistics()
+        self.vocab_size = self.max_model_len = 0
+        self._stats = EngineStats(0, 0, 1, 1, 0, 0, 0)
+        self._spawn()
+        try:
+            while self.state == "starting":
+                select.select([self._connection.sock], [], [])
+                for message in self._connection.receive():
+                    self._handle(message)
+        except EOFError:
+            self.state = "dead"
+            code = self._process.wait()
+            raise EngineStoppedError(f"the engine process {_ending(code)} while it loaded the model") from None
+        except BaseException:
+            self._kill()
+            raise
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def pid(self) -> int:
+        """Of the engine process."""
+        return self._process.pid
+
+    def attach(self) -> None:
+        """Listen to the process in the running event loop. `generate` does it too."""
+        loop = asyncio.get_running_loop()
+        if loop is self._loop or self._closed:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            raise RuntimeError("this EngineClient belongs to another event loop")
+        self._loop = loop
+        self._listen()
+
+    def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Deltas of one request until `finished`. It is queued on the first `anext`, aborted if closed or cancelled.
+
+        A step that fails ends the request with an output whose `error` says why.
+
+        Raises:
+            ValueError: at once for an invalid prompt or parameters; from the generator if request_id is in use.
+            EngineStoppedError: the engine is starting, closed or dead; from the generator if it dies.
+        """
+        params = sampling_params or SamplingParams()
+        check_request(prompt_token_ids, params, self.max_model_len, self.vocab_size)
+        self._check_running()
+        return self._generate(request_id, list(prompt_token_ids), params)
+
+    async def _generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.attach()
+        self._check_running()
+        if request_id in self._numbers:
+            raise ValueError(f"request_id {request_id!r} is already in use")
+        number = self._next_number
+        self._next_number += 1
+        stream = self._streams[number] = _Stream(number, request_id, prompt_token_ids)
+        self._numbers[request_id] = number
+        finished = False
+        try:
+            self._send(AddRequest(number, prompt_token_ids, params_to_wire(params)))
+            while not finished:
+                output = await stream.pop()
+                finished = output.finished
+                yield output
+        finally:
+            if self._forget(number):
+                self._send(Abort(number))
+
+    def abort(self, request_id: str) -> None:
+        """End a request from outside; its consumer gets a last output with finish reason "abort"."""
+        if request_id in self._numbers:
+            self._send(Abort(self._numbers[request_id]))
+
+    def stats(self) -> EngineStats:
+        """As of the latest step."""
+        return self._stats
+
+    def close(self) -> None:
+        """Stop after the step in progress; requests still running raise EngineStoppedError in their consumers.
+
+        Blocks until the process has ended; any thread may call it.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self.state = "dead"
+            self._reason = "the engine is closed"
+            try:
+                self._connection.sock.shutdown(socket.SHUT_WR)
+                self._process.wait(CLOSE_SECONDS)
+            except (OSError, subprocess.TimeoutExpired):
+                self._kill()
+            if self._loop is None or self._loop.is_closed():
+                self._connection.sock.close()
+            elif self._loop is _running_loop():
+                self._hang_up()
+            else:
+                try:
+                    self._loop.call_soon_threadsafe(self._hang_up)
+                except RuntimeError:  # closed a moment ago
+                    self._connection.sock.close()
+
+    def _check_running(self) -> None:
+        if self.state != "ready":
+            raise EngineStoppedError(self._reason)
+
+    # The process and its socket.
+
+    def _spawn(self) -> None:
+        self.state = "starting"
+        self._reason = "the engine is starting"
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "deepinfer.engine.process", str(theirs.fileno())]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._connection = Connection(ours, EngineMessage)
+        self._heard = time.monotonic()
+        self._send(self._start)
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, message: Start | AddRequest | Abort) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            return  # it died: reading says so as well, and there it is dealt with
+        if self._connection.has_unsent and self._loop is not None:
+            self._loop.add_writer(self._connection.sock, self._flush)
+
+    def _flush(self) -> None:
+        assert self._loop is not None
+        try:
+            self._connection.flush()
+        except OSError:
+            self._loop.remove_writer(self._connection.sock)
+        if not self._connection.has_unsent:
+            self._loop.remove_writer(self._connection.sock)
+
+    def _listen(self) -> None:
+        assert self._loop is not None
+        self._loop.add_reader(self._connection.sock, self._on_readable)
+        if self._connection.has_unsent:
+            self._loop.add_writer(self._connection.sock, self._flush)
+        self._heard = time.monotonic()
+        self._watch_silence()
+
+    def _on_readable(self) -> None:
+        self._heard = time.monotonic()
+        try:
+            for message in self._connection.receive():
+                self._handle(message)
+        except EOFError:
+            self._hang_up()
+        except Exception:
+            logger.exception("a message of the engine process could not be handled")
+            self._process.kill()
+
+    def _handle(self, message: EngineMessage) -> None:
+        if isinstance(message, StepOutputs):
+            self._stats = message.stats
+            for output in message.outputs:
+                self._deliver(output)
+        elif isinstance(message, Heartbeat):
+            self._stats = message.stats
+            self.statistics.update(message.window, message.totals)
+        elif isinstance(message, Refused):
+            stream = self._streams.get(message.number)
+            if self._forget(message.number) and stream is not None:
+                stream.fail(ValueError(message.message))
+        elif isinstance(message, Ready):
+            self.vocab_size, self.max_model_len = message.vocab_size, message.max_model_len
+            self.state, self._ready_since = "ready", time.monotonic()
+        elif self._loop is None:
+            self._kill()
+            raise _start_error(message)
+        else:
+            logger.error("the engine could not be restarted: %s", message.message)
+
+    def _deliver(self, output: Output) -> None:
+        stream = self._streams.get(output.number)
+        if stream is None:
+            return  # its consumer has left
+        if output.finished:
+            self._forget(output.number)
+        stream.push(output_from_wire(output, stream.request_id, stream.prompt_token_ids))
+
+    def _forget(self, number: int) -> bool:
+        """False if the request is over already."""
+        stream = self._streams.pop(number, None)
+        if stream is not None:
+            del self._numbers[stream.request_id]
+        return stream is not None
+
+    # Death and restart.
+
+    def _watch_silence(self) -> None:
+        """Kill a process that hangs; the end of its socket does the rest. Loading may take as long as it likes."""
+        assert self._loop is not None
+        if self._silence == 0:
+            return
+        if self.state == "ready" and time.monotonic() - self._heard > self._silence:
+            logger.error("the engine process has been silent for %g s: it is killed", self._silence)
+            self._process.kill()
+        self._watchdog = self._loop.call_later(min(1.0, self._silence / 4), self._watch_silence)
+
+    def _hang_up(self) -> None:
+        """The process is dead, or about to be: fail its requests and plan a restart."""
+        if self._connection.sock.fileno() < 0:
+            return
+        assert self._loop is not None
+        self._loop.remove_reader(self._connection.sock)
+        self._loop.remove_writer(self._connection.sock)
+        self._connection.sock.close()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._closed:
+            if self._restart is not None:
+                self._restart.cancel()
+        else:
+            served = self.state == "ready" and time.monotonic() - self._ready_since >= STABLE_SECONDS
+            self._deaths = 1 if served else self._deaths + 1
+            self.state, self._reason = "starting", "the engine process died; it is being restarted"
+            self._restart = self._loop.create_task(self._restart_after_death())
+        self._stats = replace(self._stats, num_waiting=0, num_running=0, num_free_blocks=self._stats.num_blocks)
+        self.statistics.restart()
+        streams, self._streams, self._numbers = self._streams, {}, {}
+        for stream in streams.values():
+            stream.fail(EngineStoppedError(self._reason))
+
+    async def _restart_after_death(self) -> None:
+        process = self._process
+        process.kill()  # it may have closed its socket only
+        code = await asyncio.to_thread(process.wait)
+        if self._deaths > MAX_RESTARTS:
+            self.state = "dead"
+            self._reason = f"the engine process died {self._deaths} times in a row"
+            logger.error("the engine process %s; %d restarts failed: giving up", _ending(code), MAX_RESTARTS)
+            return
+        pause = min(FIRST_PAUSE * 2 ** (self._deaths - 1), LONGEST_PAUSE)
+        logger.error("the engine process %s; it is restarted in %g s", _ending(code), pause)
+        await asyncio.sleep(pause)
+        with self._closing:
+            if not self._closed:
+                self._spawn()
+                self.num_restarts += 1
+                self._listen()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _ending(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _start_error(failed: Failed) -> Exception:
+    if failed.kind == "value":
+        return ValueError(failed.message)
+    if failed.kind == "os":
+        return OSError(0, failed.message, failed.filename)
+    return EngineStoppedError(f"the engine could not be loaded: {failed.kind}: {failed.message}")

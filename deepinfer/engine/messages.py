@@ -1,0 +1,241 @@
+"""Messages between a server and its engine process: msgpack structs without field names, framed by their length.
+
+A request is known by a number that is never used twice, so that news of one that is gone cannot reach another.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from deepinfer.observability.stats import WindowStats
+from deepinfer.outputs import (
+    CompletionOutput,
+    EngineStats,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprob,
+)
+from deepinfer.params import SamplingParams
+
+_LENGTH = struct.Struct("!I")
+_RECEIVE_BYTES = 1 << 20
+
+
+class _Message(msgspec.Struct, array_like=True, gc=False):
+    pass
+
+
+class Start(_Message, tag=1):
+    """The first message of the server. `config` holds the fields of EngineConfig."""
+
+    model: str
+    config: dict[str, Any]
+    log_level: str
+
+
+class AddRequest(_Message, tag=2):
+    """`params` holds the fields of SamplingParams that are not at their default."""
+
+    number: int
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+
+
+class Abort(_Message, tag=3):
+    number: int
+
+
+ServerMessage = Start | AddRequest | Abort
+
+
+class Ready(_Message, tag=1):
+    vocab_size: int
+    max_model_len: int
+
+
+class Failed(_Message, tag=2):
+    """The engine could not be started. `kind` is "value" (bad input), "os" or the name of another exception."""
+
+    kind: str
+    message: str
+    filename: str | None = None
+
+
+class Refused(_Message, tag=3):
+    """A request that passed the server's checks, but not the engine's."""
+
+    number: int
+    message: str
+
+
+class Completion(_Message):
+    """CompletionOutput; logprobs are (logprob, top token ids, top logprobs) of each token."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[tuple[float, list[int], list[float]]] | None = None
+
+
+class Output(_Message):
+    """RequestOutput without what the server knows already."""
+
+    number: int
+    completions: list[Completion]
+    finished: bool
+    metrics: tuple[float, float | None, float | None, float | None, int]
+    error: str | None
+
+
+class StepOutputs(_Message, tag=4):
+    """The news of all requests of one step, and the state of the engine after it."""
+
+    outputs: list[Output]
+    stats: EngineStats
+
+
+class Heartbeat(_Message, tag=5):
+    """Sent about once a second, busy or idle, and when the last request is done. `totals` count from the start."""
+
+    stats: EngineStats
+    window: WindowStats
+    totals: dict[str, float]
+
+
+EngineMessage = Ready | Failed | Refused | StepOutputs | Heartbeat
+
+_DEFAULT_PARAMS = SamplingParams()
+_PARAM_NAMES = [field.name for field in fields(SamplingParams) if field.init]
+
+
+def params_to_wire(params: SamplingParams) -> dict[str, Any]:
+    given = ((name, getattr(params, name)) for name in _PARAM_NAMES)
+    return {name: value for name, value in given if value != getattr(_DEFAULT_PARAMS, name)}
+
+
+def output_to_wire(output: RequestOutput) -> Output:
+    """The engine's request id is the request's number."""
+    times = output.metrics
+    return Output(
+        int(output.request_id),
+        [
+            Completion(
+                completion.index,
+                completion.token_ids,
+                completion.finish_reason,
+                completion.stop_reason,
+                None if completion.logprobs is None else [_logprob_to_wire(item) for item in completion.logprobs],
+            )
+            for completion in output.outputs
+        ],
+        output.finished,
+        (
+            times.arrival_time,
+            times.first_scheduled_time,
+            times.first_token_time,
+            times.finished_time,
+            times.num_preemptions,
+        ),
+        output.error,
+    )
+
+
+def _logprob_to_wire(item: TokenLogprob) -> tuple[float, list[int], list[float]]:
+    return item.logprob, [token_id for token_id, _ in item.top], [value for _, value in item.top]
+
+
+def output_from_wire(output: Output, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:
+    return RequestOutput(
+        request_id,
+        prompt_token_ids,
+        [
+            CompletionOutput(
+                item.index, item.token_ids, _logprobs_from_wire(item), item.finish_reason, item.stop_reason
+            )
+            for item in output.completions
+        ],
+        output.finished,
+        RequestMetrics(*output.metrics),
+        output.error,
+    )
+
+
+def _logprobs_from_wire(completion: Completion) -> list[TokenLogprob] | None:
+    if completion.logprobs is None:
+        return None
+    return [
+        TokenLogprob(token_id, logprob, list(zip(top_ids, top_logprobs, strict=True)))
+        for token_id, (logprob, top_ids, top_logprobs) in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+
+
+Received = TypeVar("Received")
+
+
+class Connection(Generic[Received]):
+    """Messages of the type `received` in, any message out, over a non-blocking stream socket. One thread uses it."""
+
+    def __init__(self, sock: socket.socket, received: Any):
+        sock.setblocking(False)
+        self.sock = sock
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received)
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the other side is slow to read: call `flush` when the socket can be written to."""
+        return bool(self._outgoing)
+
+    def send(self, *messages: ServerMessage | EngineMessage) -> None:
+        """Never blocks: what the socket does not take is kept for `flush`. Raises OSError if the other side is gone."""
+        for message in messages:
+            payload = self._encoder.encode(message)
+            self._outgoing += _LENGTH.pack(len(payload)) + payload
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: self.sock.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+
+    def receive(self) -> list[Received]:
+        """All messages that have arrived whole; never blocks. Raises EOFError if there are none and never will be."""
+        try:
+            while data := self.sock.recv(_RECEIVE_BYTES):
+                self._incoming += data
+                if len(data) < _RECEIVE_BYTES:
+                    return list(self._take())
+        except BlockingIOError:
+            return list(self._take())
+        except OSError:
+            pass
+        messages = list(self._take())
+        if not messages:
+            raise EOFError
+        return messages
+
+    def _take(self) -> Iterator[Received]:
+        start = 0
+        view = memoryview(self._incoming)
+        try:
+            while len(view) - start >= _LENGTH.size:
+                end = start + _LENGTH.size + _LENGTH.unpack_from(view, start)[0]
+                if end > len(view):
+                    break
+                yield self._decoder.decode(view[start + _LENGTH.size : end])
+                start = end
+        finally:
+            view.release()
+            del self._incoming[:start]
