@@ -4,7 +4,8 @@
 
 The schedule follows the clock, so a run always ends with decayed weights: linear warm-up, a constant rate, a linear
 tail to zero. `--call-minutes` ends a call early with its state saved under `--state`; the next call with the same state
-goes on. `--init` starts from an exported checkpoint instead of from noise. DATA holds train-N.npy and targets-N.npy
+goes on. `--init` starts from an exported checkpoint instead of from noise: give a lower `--peak` and `--dense 0` then,
+the indexer is trained already. DATA holds train-N.npy and targets-N.npy
 (see `deepinfer/train/data`) and heldout.npz.
 """
 
@@ -46,12 +47,13 @@ class Schedule:
     index_loss: float = 0.2
     balance_loss: float = 1e-3
     z_loss: float = 1e-4
+    peak: float = 1.0  # times all rates; a run that starts from trained weights wants less
 
     def factor(self, progress: float) -> float:
         """Learning-rate factor at `progress` in 0..1."""
         if progress < self.warm_up:
-            return max(progress / self.warm_up, 0.02)
-        return min(1.0, max(0.0, (1.0 - progress) / self.decay))
+            return self.peak * max(progress / self.warm_up, 0.02)
+        return self.peak * min(1.0, max(0.0, (1.0 - progress) / self.decay))
 
 
 @dataclass
@@ -192,20 +194,24 @@ def main(arguments: list[str] | None = None) -> None:
         "--data", type=Path, nargs="+", required=True, help="folders with train-N.npy and targets-N.npy"
     )
     parser.add_argument("--out", type=Path, required=True, help="where the exported checkpoint and the log go")
-    parser.add_argument("--state", type=Path, default=Path("/tmp/deepinfer-pretrain.pt"), help="resume file")
+    parser.add_argument("--state", type=Path, help="resume file: read if it exists, written as the run goes")
     parser.add_argument("--init", type=Path, help="start from this exported checkpoint")
     parser.add_argument("--minutes", type=float, required=True, help="training time of the whole run")
     parser.add_argument("--call-minutes", type=float, help="stop this call earlier, keeping the state")
+    parser.add_argument("--peak", type=float, default=Schedule.peak, help="factor on all learning rates")
+    parser.add_argument("--dense", type=float, default=Schedule.dense, help="share of the run before sparse selection")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--eager", action="store_true", help="launch kernels one by one instead of replaying a graph")
     options = parser.parse_args(arguments)
+    if options.call_minutes is not None and options.state is None:
+        parser.error("--call-minutes needs --state, or the rest of the run is lost")
 
     started = time.perf_counter()
     config = ModelConfig.from_file(options.config)
-    rates, schedule = Rates(), Schedule()
+    rates, schedule = Rates(), Schedule(peak=options.peak, dense=options.dense)
     masters = starting_masters(config, options.init, options.seed)
     model, parameters, optimizer = build(
         config, token_map_of(options.config, config), masters, options.length, options.device, rates
@@ -213,9 +219,13 @@ def main(arguments: list[str] | None = None) -> None:
     rows = load_rows(options.data).to(options.device)
     batches = Batches(rows, options.batch, options.seed)
     run = Run(seed=options.seed)
-    if options.state.exists():
+    if options.state is not None and options.state.exists():
         run = load_state(options.state, parameters, optimizer)
     print(f"rows {len(rows)}, step {run.step}, {run.seconds:.0f} s done", flush=True)
+
+    def save(run: Run) -> None:
+        if options.state is not None:
+            save_state(options.state, run, parameters, optimizer)
 
     def stop(run: Run) -> bool:
         return options.call_minutes is not None and time.perf_counter() - started > 60 * options.call_minutes
@@ -228,7 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
         schedule,
         progress_of=lambda run: run.seconds / (60 * options.minutes),
         stop=stop,
-        save=lambda run: save_state(options.state, run, parameters, optimizer),
+        save=save,
         use_graphs=not options.eager,
     )
     record: dict[str, Any] = {

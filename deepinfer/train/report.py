@@ -175,11 +175,11 @@ def generated_text(runs: Runs, config: ModelConfig) -> str:
     apart = max(abs(runs.float32_scores[s]["loss"] - runs.nano_scores[s]["loss"]) for s in checked)
     lines += [
         "",
-        "Nano's scores come from the training code in BF16. The float32 reference model on the stored checkpoint gives, "
-        f"for {', '.join(f'`{source}`' for source in checked)}, the same to within {apart:.3f}.",
+        "Nano's scores come from the training code in BF16. The float32 reference model on the stored checkpoint "
+        f"gives, for {', '.join(f'`{source}`' for source in checked)}, the same to within {apart:.3f}.",
         "",
-        "Greedy answers to evaluation prompts that training never saw: with names of people, tools and sums that "
-        "training never uses (new), and with those that it does use (known).",
+        "Greedy answers to evaluation prompts drawn with another seed than training's: with names of people, tools and "
+        "sums that training never uses (new), and with those that it does use (known).",
         "",
         "| Kind | asked | right, new | right, known |",
         "| --- | --- | --- | --- |",
