@@ -38,11 +38,11 @@ class Server:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
     @property
-    def anthropic(self) -> anthropic.Anthropic:
+    def messages_client(self) -> anthropic.Anthropic:
         return anthropic.Anthropic(base_url=self.url, api_key=KEY, max_retries=0, timeout=60)
 
     @property
-    def async_anthropic(self) -> anthropic.AsyncAnthropic:
+    def async_messages_client(self) -> anthropic.AsyncAnthropic:
         return anthropic.AsyncAnthropic(base_url=self.url, api_key=KEY, max_retries=0, timeout=60)
 
     def metric(self, name: str, **labels: str) -> float:

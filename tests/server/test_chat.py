@@ -8,6 +8,7 @@ import pytest
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.recipe import ParsingOptions, StreamParser, Tokenizer, encode_prompt, render_chat
+from tests.server.forced import force
 from tests.server.process import MODEL, Server
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a lamp?"}]
@@ -128,22 +129,6 @@ def test_control_tokens_in_a_message_stay_text(server: Server, tokenizer: Tokeni
     token_ids = server.http.post("/v1/chat/completions/render", json=body).json()["token_ids"]
     assert tokenizer.control_id("eos") not in token_ids
     assert token_ids.count(tokenizer.control_id("user")) == 1
-
-
-def force(tokenizer: Tokenizer, text: str) -> list[int]:
-    """IDs of an output in which control tokens are control tokens."""
-    spelled = {tokenizer.bytes_of(token_id).decode(): token_id for token_id in tokenizer.control_ids.values()}
-    token_ids: list[int] = []
-    while text:
-        control = next((spelling for spelling in spelled if text.startswith(spelling)), None)
-        if control:
-            token_ids.append(spelled[control])
-            text = text[len(control) :]
-            continue
-        end = min((text.find(spelling) for spelling in spelled if spelling in text), default=len(text))
-        token_ids += tokenizer.encode_text(text[:end])
-        text = text[end:]
-    return token_ids
 
 
 def test_choices_are_numbered_and_counted(server: Server) -> None:

@@ -1,0 +1,345 @@
+"""Faults that users of other servers reported, each as a test of the right behaviour.  Test names carry the report."""
+
+import asyncio
+import itertools
+import json
+import re
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
+from deepinfer.params import SamplingParams
+from deepinfer.recipe import ParsingOptions, StopStrings, StreamParser, Tokenizer
+from deepinfer.server.responses import run
+from deepinfer.server.text_engine import Delta, TextEngine, TextReader
+from tests.server.forced import (
+    PROTOCOLS,
+    events_of_text,
+    events_of_tokens,
+    force,
+    joined,
+    open_reader,
+    request,
+    whole,
+)
+from tests.server.process import KEY, MODEL, Server
+
+THREE_CALLS = (
+    '<｜DSML｜ calls>\n<｜DSML｜ invoke name="now">\n\n</｜DSML｜ invoke>\n'
+    '<｜DSML｜ invoke name="here">\n\n</｜DSML｜ invoke>\n'
+    '<｜DSML｜ invoke name="weather">\n<｜DSML｜ parameter name="city" string="false">-7</｜DSML｜ parameter>\n'
+    "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
+)
+NAMES = ("now", "here", "weather")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_file(checkpoint / "tokenizer.json")
+
+
+def splits(text: str) -> list[list[str]]:
+    """At every place, at every two tag borders, into characters, and not at all."""
+    borders = sorted({place for match in re.finditer(r"<[^>]*>", text) for place in match.span()})
+    two = [[text[:i], text[i:]] for i in range(len(text) + 1)]
+    three = [[text[:i], text[i:j], text[j:]] for i, j in itertools.combinations(borders, 2)]
+    return [*two, *three, list(text), [text]]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_sglang_35563_no_call_is_lost_at_any_split(protocol: str) -> None:
+    converted = request(protocol, tools=NAMES)
+    for pieces in splits(f"Wait.\n\n{THREE_CALLS}"):
+        reader = open_reader(protocol, converted, None)
+        streamed = joined(protocol, events_of_text(reader, pieces))
+        answer = whole(protocol, reader.stream.response())
+        assert streamed == answer, pieces
+        assert [call[1] for call in answer["calls"]] == list(NAMES), pieces
+        assert [json.loads(call[2]) for call in answer["calls"]] == [{}, {}, {"city": -7}], pieces
+        assert len({call[0] for call in answer["calls"]}) == 3 and answer["text"] == "Wait."
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_sglang_17593_no_call_text_is_left_in_the_content(protocol: str, thinking: bool, tokenizer: Tokenizer) -> None:
+    output = f"I see.</think>\n\nWait.\n\n{THREE_CALLS}" if thinking else f"Wait.\n\n{THREE_CALLS}"
+    reader = open_reader(protocol, request(protocol, thinking, NAMES), tokenizer)
+    events = events_of_tokens(reader, [*force(tokenizer, output), tokenizer.control_id("eos")])
+    answer = whole(protocol, reader.stream.response())
+    assert joined(protocol, events) == answer
+    assert (answer["text"], answer["reasoning"]) == ("Wait.", "I see." if thinking else "")
+    assert "DSML" not in json.dumps(events, ensure_ascii=False) and len(answer["calls"]) == 3
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_sglang_14711_arguments_stream_as_they_are_produced(protocol: str, tokenizer: Tokenizer) -> None:
+    """Once the value has begun, no more than a few tokens pass without news, and no piece is the whole."""
+    value = "one two three four five six seven eight nine ten " * 4
+    head = '<｜DSML｜ calls>\n<｜DSML｜ invoke name="now">\n<｜DSML｜ parameter name="city" string="true">'
+    reader = open_reader(protocol, request(protocol, tools=NAMES), tokenizer)
+    reader.stream.start(3)
+    for token_id in force(tokenizer, head):
+        reader.push(token_id, None)
+    sizes = [len(reader.push(token_id, None)[0]) for token_id in tokenizer.encode_text(value)]
+    assert sum(sizes) > len(sizes) / 2
+    assert all(any(sizes[start : start + 4]) for start in range(len(sizes) - 4))
+
+
+ENDS = {"chat": ("stop", "length"), "responses": ("completed", "incomplete"), "messages": ("end_turn", "max_tokens")}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("tools", [(), NAMES])
+def test_vllm_48645_a_reply_without_think_end_is_in_the_content(
+    protocol: str, tools: Sequence[str], tokenizer: Tokenizer
+) -> None:
+    reader = open_reader(protocol, request(protocol, True, tools), tokenizer)
+    events = events_of_tokens(reader, [*force(tokenizer, "Good morning!"), tokenizer.control_id("eos")])
+    answer = whole(protocol, reader.stream.response())
+    assert joined(protocol, events) == answer
+    assert answer["text"] == answer["reasoning"] == "Good morning!"
+    assert answer["end"] == ENDS[protocol][0]
+    assert "end▁of▁sentence" not in json.dumps(events, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_vllm_48645_cut_off_while_thinking_stays_reasoning(protocol: str, tokenizer: Tokenizer) -> None:
+    reader = open_reader(protocol, request(protocol, True), tokenizer)
+    events = events_of_tokens(reader, force(tokenizer, "Good mor"), "length")
+    answer = whole(protocol, reader.stream.response())
+    assert joined(protocol, events) == answer
+    assert (answer["text"], answer["reasoning"], answer["end"]) == ("", "Good mor", ENDS[protocol][1])
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_vllm_48645_a_call_without_think_end_is_a_call(protocol: str, tokenizer: Tokenizer) -> None:
+    reader = open_reader(protocol, request(protocol, True, NAMES), tokenizer)
+    events = events_of_tokens(reader, [*force(tokenizer, f"Hm.\n\n{THREE_CALLS}"), tokenizer.control_id("eos")])
+    answer = whole(protocol, reader.stream.response())
+    assert joined(protocol, events) == answer
+    assert (answer["text"], answer["reasoning"], len(answer["calls"])) == ("", "Hm.", 3)
+
+
+@pytest.mark.parametrize("stops", [["DEFGHIJ"], ["DEFGHIJ", "DEF"], ["DEF", "DEFGHIJ"], ["F"], ["EFGHIJKLMNOP", "GH"]])
+@pytest.mark.parametrize("text", ["ABCDEFGHIJK", "ABCDEFGHX", "DEFDEFGHIJ", "xDEFGHI", "DEDEDEFG"])
+@pytest.mark.parametrize("include", [False, True])
+def test_vllm_3574_nothing_of_a_stop_string_is_sent_early(stops: list[str], text: str, include: bool) -> None:
+    ends = [(text.index(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+    end, _, stop = min(ends, default=(len(text), 0, ""))
+    expected = text[:end] if include or not stop else text[: end - len(stop)]
+    options = ParsingOptions(stop_sequences=tuple(stops), include_stop_string=include)
+    for size in range(1, 7):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        matcher, parser = StopStrings(stops, include), StreamParser(options)
+        plain = parsed = ""
+        for piece in pieces:
+            plain += matcher.push(piece)[0] if matcher.stopped is None else ""
+            parsed += "".join(event.text for event in parser.push(piece))  # type: ignore[union-attr]
+            assert expected.startswith(plain) and expected.startswith(parsed)
+        assert plain + matcher.finish() == expected
+        assert parsed + "".join(event.text for event in parser.finish()) == expected  # type: ignore[union-attr]
+        assert (matcher.stopped or "") == (parser.stop_string or "") == stop
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("include", [False, True])
+def test_vllm_3574_stream_equals_whole_with_and_without_the_stop_string(
+    server: Server, path: str, include: bool
+) -> None:
+    body = {"model": MODEL, "temperature": 0, "max_tokens": 24}
+    body |= {"prompt": "Once"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Once"}]}
+
+    def text(extra: dict[str, Any]) -> str:
+        choice = server.http.post(path, json=body | extra).json()["choices"][0]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+
+    stop = text({})[8:13]
+    asked = {"stop": ["never this", stop], "include_stop_str_in_output": include}
+    full = text({})
+    expected = full[: full.index(stop) + (len(stop) if include else 0)]
+    assert text(asked) == expected
+    streamed = ""
+    with server.http.stream("POST", path, json=body | asked | {"stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                streamed += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+    assert streamed == expected
+
+
+class Bursts:
+    """An engine that gives a fixed sequence, several tokens a step, as speculation does."""
+
+    max_model_len = 100
+
+    def __init__(self, token_ids: list[int], size: int):
+        self.token_ids, self.size, self.closed = token_ids, size, False
+
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        try:
+            for start in range(0, len(self.token_ids), self.size):
+                ids = self.token_ids[start : start + self.size]
+                ended = start + self.size >= len(self.token_ids)
+                logprobs = [TokenLogprob(token_id, -float(token_id), []) for token_id in ids]
+                output = CompletionOutput(0, ids, logprobs, "length" if ended else None)
+                yield RequestOutput(request_id, list(prompt), [output], ended, RequestMetrics(0.0))
+        finally:
+            self.closed = True
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("lead", range(5))
+def test_vllm_47616_everything_is_cut_at_the_token_that_completes_the_stop(
+    size: int, lead: int, tokenizer: Tokenizer
+) -> None:
+    token_ids = tokenizer.encode_text("x" * lead + "y ha ha ha and more and more")
+    text = ""
+    for count in range(1, len(token_ids) + 1):  # the token with which the stop string is complete
+        text = tokenizer.decode(token_ids[:count])
+        if " ha ha ha" in text:
+            break
+    engine = Bursts(token_ids, size)
+    texts = TextEngine(engine, tokenizer, "m")  # type: ignore[arg-type]
+
+    async def read() -> list[Any]:
+        stream = texts.stream([0], SamplingParams(logprobs=2), TextReader(tokenizer, [" ha ha ha"]))
+        return [delta async for delta in stream]
+
+    deltas = asyncio.run(read())
+    assert "".join(piece for delta in deltas for piece in delta.pieces) == text[: text.index(" ha ha ha")]
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == token_ids[:count]
+    assert [item.token_id for delta in deltas for item in delta.logprobs] == token_ids[:count]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", " ha ha ha") and engine.closed
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi", "max_tokens": 900},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 900},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 900},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 900},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_vllm_54947_a_disconnect_stops_the_work(server: Server, path: str, stream: bool) -> None:
+    server.wait_for("deepinfer:num_requests_running", 0)
+    aborted = server.metric("deepinfer:request_success_total", finished_reason="abort")
+    body = json.dumps({"model": MODEL, "ignore_eos": True, "stream": stream, **ROUTES[path]})
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nx-api-key: {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        server.wait_for("deepinfer:num_requests_running", 1)
+        generated = server.metric("deepinfer:generation_tokens_total")
+    server.wait_for("deepinfer:num_requests_running", 0, seconds=5)
+    server.wait_for("deepinfer:request_success_total", aborted + 1, finished_reason="abort")
+    assert server.metric("deepinfer:generation_tokens_total") - generated < 600
+    assert server.metric("deepinfer:kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_sglang_4707_usage_is_the_same_streamed_or_not(server: Server, path: str) -> None:
+    body = {"model": MODEL, "temperature": 0, **ROUTES[path]} | {"stream_options": {"include_usage": True}}
+    body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 7
+    usage = server.http.post(path, json=body).json()["usage"]
+    events = []
+    with server.http.stream("POST", path, json=body | {"stream": True}) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    last = [event.get("usage") or event.get("response", {}).get("usage") for event in events]
+    assert [found for found in last if found][-1] == usage
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+    assert details.get("cached_tokens", details.get("cache_read_input_tokens")) == 0
+    assert usage.get("completion_tokens", usage.get("output_tokens")) == 7
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_sglang_36855_internal_settings_are_no_request_fields(server: Server, path: str) -> None:
+    body = {"model": MODEL, "temperature": 0, "ignore_eos": True, **ROUTES[path]}
+    body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 5
+    internal = {"golden_token_ids": [50] * 5, "force_topk": 1, "bootstrap_host": "2.2.2.2", "request_id": "x"}
+
+    def answer(extra: dict[str, Any]) -> str:
+        got = server.http.post(path, json=body | extra)
+        assert got.status_code == 200, got.text
+        return re.sub(r'"(?:id|encrypted_content)":"[^"]*"|"\w*(?:created|completed)\w*":\d+', "", got.text)
+
+    assert answer(internal) == answer({})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_vllm_34053_ids_order_and_arguments_of_a_message(stream: bool, tokenizer: Tokenizer) -> None:
+    reader = open_reader("messages", request("messages", True, NAMES), tokenizer)
+    output = f"I see.</think>{THREE_CALLS}"
+    if not stream:
+        events_of_tokens(reader, force(tokenizer, output))
+        message = reader.stream.response()
+        assert [block["type"] for block in message["content"]] == ["thinking", "tool_use", "tool_use", "tool_use"]
+        assert message["id"].startswith("msg_") and message["stop_reason"] == "tool_use"
+        return
+    events = events_of_tokens(reader, force(tokenizer, output))
+    kinds = [event["type"] for event in events if event["type"] != "ping"]
+    assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+    index, is_open = -1, False
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert not is_open and event["index"] == index + 1
+            index, is_open = index + 1, True
+        elif event["type"] in ("content_block_delta", "content_block_stop"):
+            assert is_open and event["index"] == index
+            is_open = event["type"] == "content_block_delta"
+    starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [block["type"] for block in starts] == ["thinking", "tool_use", "tool_use", "tool_use"]  # no empty text
+    assert all(re.fullmatch(r"toolu_\w{24}", block["id"]) for block in starts[1:])
+    assert joined("messages", events)["calls"][2][2] == '{"city": -7}'
+
+
+def test_vllm_34053_a_tool_result_in_list_form_is_its_text(server: Server) -> None:
+    body = {
+        "model": MODEL,
+        "tools": [{"name": "now", "input_schema": {"type": "object"}}],
+        "messages": [
+            {"role": "user", "content": "time?"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "now", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": [
+                {"type": "text", "text": "it is"}, {"type": "text", "text": "noon"}]}]},
+        ],
+    }  # fmt: skip
+    prompt = server.http.post("/v1/messages/render", json=body).json()["prompt"]
+    assert "<tool_result>it is\n\nnoon</tool_result>" in prompt
+
+
+def test_vllm_48874_system_text_after_a_user_turn_stands_at_its_place(server: Server) -> None:
+    messages = [{"role": "user", "content": "one"}, {"role": "system", "content": "late"},
+                {"role": "user", "content": [{"type": "text", "text": "two"}]}]  # fmt: skip
+    body = {"model": MODEL, "max_tokens": 4, "system": "early", "messages": messages}
+    prompt = server.http.post("/v1/messages/render", json=body).json()["prompt"]
+    assert "<｜System｜>early<｜User｜>one<｜System｜>late<｜User｜>two<｜Assistant｜></think>" in prompt
+    for stream in (False, True):
+        assert server.http.post("/v1/messages", json=body | {"stream": stream}).status_code == 200
+
+
+def test_a_response_that_fails_says_so_in_its_stream(tokenizer: Tokenizer) -> None:
+    """No report: the counterpart of 54947, when the engine rather than the client goes away."""
+    reader = open_reader("responses", request("responses"), tokenizer)
+    kept: list[dict[str, Any]] = []
+
+    async def deltas() -> AsyncGenerator[Any, None]:
+        for token_id in force(tokenizer, "half an ans"):
+            yield 0, Delta([token_id], [reader.push(token_id, None)[0]])
+        raise RuntimeError("the step failed")
+
+    async def read() -> list[dict[str, Any]]:
+        return [event async for event in run(reader, deltas(), 3, kept.append)]
+
+    events = asyncio.run(read())
+    assert events[-1]["type"] == "response.failed" and events[-1]["response"]["status"] == "failed"
+    assert kept[0]["error"] == {"code": "server_error", "message": "internal server error"}
+    assert kept[0]["output"][0]["content"][0]["text"] == "half an ans"
