@@ -82,6 +82,19 @@ def serve(
     web: Annotated[
         bool, typer.Option("--web/--no-web", help="Serve a chat page at / and live graphs at /status.")
     ] = True,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(min=0, help="Most sequences that wait; beyond: 429. Default: four times --max-num-seqs."),
+    ] = None,
+    max_concurrency_per_key: Annotated[
+        int | None, typer.Option(min=1, help="Most requests of one API key at a time; beyond: 429.")
+    ] = None,
+    rate_limit: Annotated[
+        float | None, typer.Option(min=0.001, help="Most requests of one API key a minute; beyond: 429.")
+    ] = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Run the engine in a thread of the server, for debugging.")
+    ] = False,
     profiler_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, envvar="DEEPINFER_PROFILER_PORT", help="Port for profiler traces, loopback."),
@@ -135,4 +148,8 @@ def serve(
         shutdown_timeout=shutdown_timeout,
         log_level=log_level,
         web=web,
+        in_process=in_process,
+        max_queue=max_queue,
+        max_concurrency_per_key=max_concurrency_per_key,
+        rate_limit=rate_limit,
     )

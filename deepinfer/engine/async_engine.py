@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
+from typing import Literal
 
 from deepinfer.engine.engine import Engine, EngineStats
 from deepinfer.errors import EngineStoppedError
@@ -69,6 +70,10 @@ class AsyncEngine:
     @property
     def is_running(self) -> bool:
         return self._stopped is None
+
+    @property
+    def state(self) -> Literal["ready", "dead"]:
+        return "ready" if self._stopped is None else "dead"
 
     def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling_params: SamplingParams | None = None

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from deepinfer import __version__
+from deepinfer.engine.client import EngineClient
 from deepinfer.server import chat, completions, messages, misc, operations, responses, tokens
 from deepinfer.server.errors import install_handlers
 from deepinfer.server.middleware import OPEN_PATHS, CountRequests, GiveRequestId, RequireKey
@@ -27,6 +28,8 @@ def create_app(state: ServerState, allowed_origins: tuple[str, ...] = (), web: b
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if isinstance(state.text.engine, EngineClient):
+            state.text.engine.attach()
         yield
         await asyncio.to_thread(state.text.engine.close)
 

@@ -24,15 +24,23 @@ logger = logging.getLogger("deepinfer.server")
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = _TYPES | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
 _MAX_ECHO = 200  # characters of a client's own text repeated in a message
-RETRY_AFTER = "5"  # seconds, with a 503
+RETRY_AFTER = 5  # seconds, with a 503
 
 
 class ApiError(Exception):
-    """An answer to a bad request.  `param` names the field at fault."""
+    """An answer to a bad request.  `param` names the field at fault, `retry_after` is in seconds."""
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
+        self.retry_after = RETRY_AFTER if retry_after is None and status == 503 else retry_after
 
     def body(self) -> dict:
         return error_body(self.message, self.status, self.param, self.code)
@@ -60,7 +68,9 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 def error_response(scope: Scope, error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
     """The error as an answer to this request."""
-    known = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": RETRY_AFTER}}.get(error.status, {})
+    known = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.retry_after is not None:
+        known["Retry-After"] = str(error.retry_after)
     body = error.anthropic_body() if speaks_anthropic(scope) else error.body()
     return JSONResponse(body, error.status, known | (headers or {}))
 

@@ -13,11 +13,16 @@ from types import FrameType
 import uvicorn
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.process import show_log
+from deepinfer.server.admission import Limits
 from deepinfer.server.app import create_app
 from deepinfer.server.metrics import Metrics
 from deepinfer.server.response_store import DEFAULT_TTL, ResponseStore
 from deepinfer.server.state import ServerState
 from deepinfer.server.text_engine import load_text_engine
+
+logger = logging.getLogger("deepinfer.server")
+FILES = 256  # open files beside one connection for each sequence
 
 
 def run_server(
@@ -34,15 +39,24 @@ def run_server(
     shutdown_timeout: int = 30,
     log_level: str = "info",
     web: bool = True,
+    in_process: bool = False,
+    max_queue: int | None = None,
+    max_concurrency_per_key: int | None = None,
+    rate_limit: float | None = None,
 ) -> None:
     """Serve until interrupted, then give requests in flight `shutdown_timeout` seconds to finish.
 
+    The engine gets a process of its own unless `in_process`.  `max_queue` sequences may wait for it, by default four
+    times as many as it runs at once.
+
     Raises ValueError for a bad model or address before anything is served.
     """
+    max_queue = 4 * config.max_num_seqs if max_queue is None else max_queue
+    raise_file_limit(FILES + config.max_num_seqs + max_queue)
     listener = listen(host, port)  # first, so that a taken port does not cost the time of loading
     with listener:
         show_log(log_level)
-        text = load_text_engine(model, config, served_model_name)
+        text = load_text_engine(model, config, served_model_name, not in_process, log_level)
         state = ServerState(
             text,
             Metrics(text.name),
@@ -50,6 +64,7 @@ def run_server(
             default_thinking,
             engine_config=json.loads(json.dumps(asdict(config), default=str)),
             responses=ResponseStore(response_ttl),
+            limits=Limits(config.max_num_seqs + max_queue, max_concurrency_per_key, rate_limit),
         )
         bound_host, bound_port = listener.getsockname()[:2]
         bound_host = f"[{bound_host}]" if ":" in bound_host else bound_host
@@ -83,15 +98,19 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def show_log(level: str) -> None:
-    """Print the engine's own log beside uvicorn's, whose settings cover only itself."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
-    log = logging.getLogger("deepinfer")
-    log.setLevel(level.upper())
-    if not log.handlers:
-        log.addHandler(handler)
-        log.propagate = False
+def raise_file_limit(wanted: int) -> None:
+    """Every connection is an open file: raise the soft limit as far as needed, or say what is too low."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+    if reachable < wanted:
+        logger.warning("the limit of open files (ulimit -n) is %d, --max-queue asks for %d", reachable, wanted)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from deepinfer.engine.client import RemoteStatistics
 from deepinfer.observability.stats import StatsLogger
 from deepinfer.outputs import RequestMetrics
 
@@ -64,11 +65,17 @@ class Metrics:
             "http_requests", "HTTP requests answered.", ("handler", "method", "status"), registry=self.registry
         )
 
+        self.rejected = Counter(
+            "deepinfer:requests_rejected", "Requests answered 429, by reason.", ("model_name", "reason"),
+            registry=self.registry,
+        )  # fmt: skip
+        self.engine_restarts = self._gauge("engine_restarts", "Times the engine process died and was started again.")
+
         self._engine_gauges: dict[str, Gauge] = {}
         self._engine_counters: dict[str, Counter] = {}
         self._engine_totals: dict[str, float] = {}
 
-    def update(self, statistics: StatsLogger) -> None:
+    def update(self, statistics: StatsLogger | RemoteStatistics) -> None:
         """Take over the engine's figures; those of features it does not have do not appear."""
         window = statistics.window()
         for name, described in _ENGINE_GAUGES.items():

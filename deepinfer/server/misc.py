@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from deepinfer import __version__
+from deepinfer.engine.client import EngineClient
 from deepinfer.server.errors import ApiError, error_response, speaks_anthropic
 from deepinfer.server.state import ServerState, server_state
 
@@ -46,8 +47,9 @@ async def get_model(request: Request, name: str) -> dict[str, Any]:
 @router.get("/ping")
 @router.post("/ping")
 async def health(request: Request) -> Response:
-    """200 while the engine's thread runs; 503 once it has died."""
-    if not server_state(request).text.engine.is_running:
+    """200 while the engine runs or is restarted (/ready tells which); 503 once it has died for good."""
+    state = server_state(request)
+    if state.text.engine.state == "dead":
         return error_response(request.scope, ApiError("the engine is not running", 503))
     return JSONResponse({"status": "ok"})
 
@@ -65,4 +67,6 @@ async def metrics(request: Request) -> Response:
     state.metrics.waiting.set(stats.num_waiting)
     state.metrics.cache_usage.set(1 - stats.num_free_blocks / stats.num_blocks)
     state.metrics.update(state.text.engine.statistics)
+    if isinstance(state.text.engine, EngineClient):
+        state.metrics.engine_restarts.set(state.text.engine.num_restarts)
     return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)

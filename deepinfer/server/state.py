@@ -8,11 +8,13 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request
 
+from deepinfer.engine.client import EngineState
 from deepinfer.params import MAX_SEED, SamplingParams
+from deepinfer.server.admission import Admission, Limits, Place
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.metrics import Metrics, SequenceClock
 from deepinfer.server.response_store import ResponseStore
@@ -35,11 +37,17 @@ class ServerState:
     engine_config: dict[str, Any] = field(default_factory=dict)
     responses: ResponseStore = field(default_factory=ResponseStore)
     draining: bool = False
+    limits: Limits = field(default_factory=Limits)
     created: int = field(default_factory=lambda: int(time.time()))
     background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.running = RunningRequests(self.text.engine.abort)
+        self.admission = Admission(self.limits, self.metrics)
+
+    @property
+    def condition(self) -> EngineState | Literal["draining"]:
+        return "draining" if self.draining else self.text.engine.state
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.text.name:
@@ -48,10 +56,12 @@ class ServerState:
 
     def check_serving(self) -> None:
         """ApiError 503 while the engine is not running, or the server is about to stop."""
-        if self.draining:
+        condition = self.condition
+        if condition == "draining":
             raise ApiError("the server is shutting down", status=503)
-        if not self.text.engine.is_running:
-            raise ApiError("the engine is not running", status=503)
+        if condition != "ready":
+            message = "the engine is starting" if condition == "starting" else "the engine is not running"
+            raise ApiError(message, status=503)
 
 
 def server_state(request: Request) -> ServerState:
@@ -59,7 +69,11 @@ def server_state(request: Request) -> ServerState:
 
 
 def open_ticket(request: Request, prefix: str) -> Ticket:
-    """The ticket of a request that has just arrived; its answer's id starts with `prefix`."""
+    """The ticket of a request that has just arrived; its answer's id starts with `prefix`.
+
+    ApiError 429 if the queue is full.
+    """
+    server_state(request).admission.check_queue()
     answer_id = prefix + uuid.uuid4().hex
     return Ticket(owner_of(request), getattr(request.state, "request_id", answer_id), answer_id, time.monotonic())
 
@@ -98,6 +112,7 @@ def start_sequences(
     Every prompt is checked first, so that a bad one is a 400 (naming `param`) and nothing has started.
     """
     state.check_serving()
+    places = iter(state.admission.admit(ticket, len(prompts) * n))
     streams = []
     for prompt in prompts:
         check_prompt(state, prompt, params.max_tokens, param)
@@ -111,14 +126,14 @@ def start_sequences(
                 refused = from_value_error(error)
                 refused.param = param if refused.param == "prompt_token_ids" else refused.param
                 raise refused from None
-            streams.append(_observed(state, stream, ticket, engine_id))
+            streams.append(_observed(state, stream, ticket, engine_id, next(places)))
     for prompt in prompts:
         state.metrics.admit(len(prompt), n, params.max_tokens)
     return streams
 
 
 async def _observed(
-    state: ServerState, stream: AsyncGenerator[Delta[Piece], None], ticket: Ticket, engine_id: str
+    state: ServerState, stream: AsyncGenerator[Delta[Piece], None], ticket: Ticket, engine_id: str, place: Place
 ) -> AsyncGenerator[Delta[Piece], None]:
     """The stream of one sequence, measured, and known as running."""
     clock = SequenceClock(state.metrics, ticket.arrival)
@@ -136,4 +151,5 @@ async def _observed(
         raise
     finally:
         state.running.remove(engine_id)
+        place.leave()
         clock.end(reason, times)

@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from deepinfer.errors import EngineStoppedError
 from deepinfer.server.errors import ApiError
 from deepinfer.server.text_engine import Delta, Piece
 
@@ -97,6 +98,8 @@ def event_stream(
                 return
             except ApiError as error:
                 yield line(error_event(error))
+            except EngineStoppedError:
+                yield line(error_event(ApiError("the engine stopped before the answer was complete", 503)))
             except Exception:  # the status has been sent already: the client learns of it in the stream
                 logger.exception("a stream broke off")
                 yield line(error_event(ApiError("internal server error", 500)))

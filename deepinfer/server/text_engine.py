@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.async_engine import AsyncEngine
+from deepinfer.engine.client import EngineClient
 from deepinfer.engine.loading import PACKAGED_MODELS, load_engine, resolve_model
 from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from deepinfer.params import SamplingParams
@@ -69,7 +70,9 @@ class TextReader:
 class TextEngine:
     """What a text protocol needs of a model.  `name` is what clients call it."""
 
-    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, name: str, model_version: ModelVersion = "v4.1"):
+    def __init__(
+        self, engine: AsyncEngine | EngineClient, tokenizer: Tokenizer, name: str, model_version: ModelVersion = "v4.1"
+    ):
         self.engine, self.tokenizer, self.name, self.model_version = engine, tokenizer, name, model_version
 
     @property
@@ -126,13 +129,19 @@ class TextEngine:
         return delta
 
 
-def load_text_engine(model: str, config: EngineConfig, name: str | None = None) -> TextEngine:
-    """Load a checkpoint and start its engine thread.  Raises ValueError for a bad model, config or checkpoint."""
+def load_text_engine(
+    model: str, config: EngineConfig, name: str | None = None, own_process: bool = False, log_level: str = "warning"
+) -> TextEngine:
+    """Load a checkpoint and start its engine, in a thread or in `own_process`, which logs at `log_level`.
+
+    Raises ValueError for a bad model, config or checkpoint.
+    """
     path = resolve_model(model)
     config_text = (path / "config.json").read_text()
     version: ModelVersion = "v4" if '"deepseek_v4"' in config_text else "v4.1"  # V4 prompts are written differently
     tokenizer = Tokenizer.from_file(path / "tokenizer.json", version)
-    return TextEngine(AsyncEngine(load_engine(model, config)), tokenizer, name or model_name(model), version)
+    engine = EngineClient(model, config, log_level) if own_process else AsyncEngine(load_engine(model, config))
+    return TextEngine(engine, tokenizer, name or model_name(model), version)
 
 
 def model_name(model: str) -> str:
