@@ -17,15 +17,16 @@ function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** The smallest of 1, 2, 2.5, 5 times a power of ten that is not below `value`. */
+/** The smallest of 1, 2, 4, 6, 8 times a power of ten that is not below `value`: its half is a short number too. */
 export function niceCeiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 2.5, 5, 10].map((step) => step * power).find((step) => step >= value * (1 - 1e-9));
+  return [1, 2, 4, 6, 8, 10].map((step) => step * power).find((step) => step >= value * (1 - 1e-9));
 }
 
-/** series: [{label, color}]; format(value) gives text; `top` fixes the axis.  Returns {element, update(samples, now)}. */
-export function makeGraph({ title, series, format, top = null, floor = 0 }) {
+/** series: [{label, color}]; format(value) gives text; the axis reaches `floor` at least.
+ *  Returns {element, update(samples, now)}. */
+export function makeGraph({ title, series, format, floor = 0 }) {
   const legend = make("div", { className: "legend" });
   const values = series.map(({ label, color }) => {
     const value = make("b");
@@ -51,9 +52,9 @@ export function makeGraph({ title, series, format, top = null, floor = 0 }) {
     const right = width - RIGHT;
     const bottom = HEIGHT - BOTTOM;
     const highest = Math.max(floor, ...samples.flatMap((sample) => sample.values.map((value) => value ?? 0)));
-    const ceiling = top ?? niceCeiling(highest);
+    const ceiling = niceCeiling(highest);
     const x = (time) => right - ((now - time) / 1000 / SECONDS) * (right - LEFT);
-    const y = (value) => bottom - (Math.min(value, ceiling) / ceiling) * (bottom - TOP);
+    const y = (value) => bottom - (value / ceiling) * (bottom - TOP);
 
     const parts = [];
     for (const share of [0, 0.5, 1]) {

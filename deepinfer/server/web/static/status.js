@@ -10,12 +10,13 @@ const WINDOW = 30_000; // milliseconds that percentiles look back
 const PERCENTILES = [["p50", "low", 0.5], ["p90", "mid", 0.9], ["p99", "high", 0.99]];
 
 const whole = (value) => Math.round(value).toLocaleString("en");
-const short = (value) => (value >= 100 || Number.isInteger(value) ? whole(value) : value.toFixed(1));
-const percent = (value) => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`;
+const short = (value) => (value >= 100 ? whole(value) : String(Number(value.toFixed(1))));
+const percent = (value) => `${Number((value * 100).toPrecision(2))}%`;
 
+/** With two digits: percentiles of buckets are not known any better. */
 function seconds(value) {
   if (value === 0) return "0";
-  return value < 1 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(value < 10 ? 2 : 0)} s`;
+  return value < 1 ? `${Number((value * 1000).toPrecision(2))} ms` : `${Number(value.toPrecision(2))} s`;
 }
 
 // Each reading of /metrics is {time, metrics}; a graph's values come from the latest reading and older ones.
@@ -47,10 +48,11 @@ const GRAPHS = [
     series: [{ label: "running", color: "series-1" }, { label: "waiting", color: "series-2" }],
     read: ({ now }) => ["running", "waiting"].map((state) => total(now.metrics, `deepinfer:num_requests_${state}`)),
   },
-  { title: "Cache usage", series: one, format: percent, top: 1, read: latest("deepinfer:kv_cache_usage_perc") },
+  { title: "Cache usage", series: one, format: percent, floor: 0.001, read: latest("deepinfer:kv_cache_usage_perc") },
   { title: "Time to first token", series: threePercentiles, format: seconds, read: percentiles("deepinfer:time_to_first_token_seconds") },
   { title: "Time per output token", series: threePercentiles, format: seconds, read: percentiles("deepinfer:inter_token_latency_seconds") },
-  { title: "Preemptions", series: one, format: short, floor: 4, read: latest("deepinfer:num_preemptions_total") },
+  { title: "Whole request", series: threePercentiles, format: seconds, read: percentiles("deepinfer:e2e_request_latency_seconds") },
+  { title: "Preemptions since the start", series: one, format: short, floor: 4, read: latest("deepinfer:num_preemptions_total") },
 ].map((graph) => ({ ...graph, ...makeGraph(graph), samples: [] }));
 $("graphs").append(...GRAPHS.map(({ element }) => element));
 
@@ -107,18 +109,18 @@ async function poll() {
 
 // Server info -------------------------------------------------------------------------------------------------------
 
-/** Nested settings as rows of a name and a text. */
+/** Nested settings as pairs of a name and a value, without those that were left to the default. */
 function flatten(info) {
-  return Object.entries(info).flatMap(([name, value]) =>
-    value !== null && typeof value === "object" && !Array.isArray(value) ? flatten(value) : [[name, value]],
+  return Object.entries(info).filter(([, value]) => value !== null).flatMap(([name, value]) =>
+    typeof value === "object" && !Array.isArray(value) ? flatten(value) : [[name, value]],
   );
 }
 
 async function showInfo() {
   try {
     const info = await getJson("/server_info");
-    const text = (value) => (typeof value === "string" ? value : value === null ? "default" : JSON.stringify(value));
-    const rows = flatten(info).map(([name, value]) => make("tr", {}, Object.assign(make("th", {}, name), { scope: "row" }), make("td", {}, text(value))));
+    const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+    const rows = flatten(info).map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, text(value))));
     $("info").tBodies[0].replaceChildren(...rows);
     $("key-form").hidden = true;
   } catch (error) {

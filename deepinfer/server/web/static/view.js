@@ -5,7 +5,7 @@ import { button, copyButton, make } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 
 const ENDINGS = {
-  length: "cut off: max tokens or the end of the context",
+  length: "cut off by the length limit",
   abort: "aborted by the server",
   content_filter: "filtered",
   stopped: "stopped",
@@ -30,7 +30,8 @@ export function answerView(answer, results, actions) {
   const calls = make("div", { className: "calls" });
   const error = make("div", { className: "error", role: "alert", hidden: true });
   const figures = make("span", { className: "figures" });
-  const buttons = make("span", { className: "buttons" }, copyButton(() => answer.content), button("Regenerate", actions.regenerate, { className: "regenerate" }));
+  const copy = copyButton(() => answer.content);
+  const buttons = make("span", { className: "buttons" }, copy, button("Regenerate", actions.regenerate, { className: "regenerate" }));
   const foot = make("div", { className: "actions" }, figures, buttons);
   const waiting = make("div", { className: "waiting" }, make("i"), make("i"), make("i"));
   waiting.setAttribute("aria-hidden", "true");
@@ -50,6 +51,7 @@ export function answerView(answer, results, actions) {
     error.textContent = answer.error ?? "";
     figures.textContent = figuresText(answer, running);
     buttons.hidden = running;
+    copy.hidden = !answer.content;
   }
 
   function drawCalls(running) {
