@@ -19,6 +19,13 @@ def test_the_table_lists_exactly_the_variables_in_use() -> None:
     assert used == set(envs.VARIABLES)
 
 
+def test_nothing_else_reads_them_from_the_environment() -> None:
+    """Assignments, by which the command line passes its options on, are allowed."""
+    read = re.compile(r"""(getenv\(|environ\.get\()\s*["']DEEPINFER_|environ\[["']DEEPINFER_\w+["']\](?! = )""")
+    for path in PACKAGE.rglob("*.py"):
+        assert not read.search(path.read_text(encoding="utf-8")), path
+
+
 def test_values_are_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DEEPINFER_CHECK_INTEGRITY", raising=False)
     assert envs.get("DEEPINFER_CHECK_INTEGRITY") is False

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -98,7 +99,17 @@ def check_system() -> Iterator[Check]:
         enough = memory > 1e9
         detail = format_bytes(memory) + " free" + ("" if enough else "; nano wants about 1 GB")
         yield Check("system", "memory", "ok" if enough else "no", detail)
-    yield Check("system", "disk", "ok", f"{format_bytes(shutil.disk_usage(Path.home()).free)} free in {Path.home()}")
+    folder = home_dir()
+    yield Check("system", "disk", "ok", f"{format_bytes(shutil.disk_usage(folder).free)} free in {folder}")
+
+
+def home_dir() -> Path:
+    """The user's home folder, or where temporary files go for a user without an existing one."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # no HOME and no entry in the user database
+        return Path(tempfile.gettempdir())
+    return home if home.is_dir() else Path(tempfile.gettempdir())
 
 
 def available_cpus() -> set[int]:
@@ -133,15 +144,16 @@ def available_memory() -> int | None:
 def check_compiler() -> Iterator[Check]:
     from deepinfer.kernels.cpu.build import find_compiler
 
-    path = find_compiler()
-    if path is None:
+    command = find_compiler()
+    if command is None:
         yield Check("compiler", "C compiler", "no", "none found (gcc or clang): CPU kernels run in PyTorch, slower")
         return
+    shown = " ".join(command)
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
-        yield Check("compiler", "C compiler", "ok", f"{path}: {answer.stdout.splitlines()[0]}")
+        answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=20)
+        yield Check("compiler", "C compiler", "ok", f"{shown}: {answer.stdout.splitlines()[0]}")
     except (OSError, IndexError, subprocess.TimeoutExpired):
-        yield Check("compiler", "C compiler", "no", f"{path} does not run: CPU kernels run in PyTorch, slower")
+        yield Check("compiler", "C compiler", "no", f"{shown} does not run: CPU kernels run in PyTorch, slower")
 
 
 def check_torch() -> Iterator[Check]:

@@ -12,13 +12,14 @@ format) returns NotImplemented and the reference runs. `DEEPINFER_KERNELS=refere
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-FORCE_REFERENCE = os.environ.get("DEEPINFER_KERNELS", "auto") == "reference"
+from deepinfer import envs
+
+FORCE_REFERENCE = envs.get("DEEPINFER_KERNELS") == "reference"
 
 
 class Operation:
@@ -65,8 +66,3 @@ def backend(name: str, device: str) -> Callable[[Callable[..., Any]], Callable[.
         return implementation
 
     return register
-
-
-def active_backends() -> dict[str, list[str]]:
-    """Operation name -> devices with an own backend (for `deepinfer doctor`)."""
-    return {name: sorted(op.backends) for name, op in sorted(OPERATIONS.items())}

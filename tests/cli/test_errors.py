@@ -119,6 +119,10 @@ def test_in_a_process_of_its_own(run_process: Run) -> None:
     check(run_process("generate", "hi", "--temperature", "nan"), "temperature")
 
 
+def test_bad_environment_variables(run_process: Run) -> None:
+    check(run_process("generate", "hi", DEEPINFER_KERNELS="refrence"), "DEEPINFER_KERNELS", "auto, reference")
+
+
 def test_debug_shows_the_traceback(run_process: Run) -> None:
     answer = run_process("--debug", "generate", "hi", "--temperature", "nan")
     assert answer.returncode == 1 and "Traceback" in answer.stderr

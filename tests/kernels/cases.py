@@ -63,6 +63,14 @@ def extreme_rows(g: torch.Generator, n: int, dim: int) -> Tensor:
     return rows
 
 
+def broken_rows(g: torch.Generator, n: int, dim: int) -> Tensor:
+    """Rows that hold NaN of either sign or an infinity in some of their groups."""
+    rows = normal(g, n, dim)
+    for i, value in zip(range(n), (float("nan"), -float("nan"), INF, -INF) * n, strict=False):
+        rows[i, (7 * i) % dim] = value
+    return rows
+
+
 def linear(g: torch.Generator) -> Iterator[Case]:
     for n, k, columns in ((0, 32, 8), (1, 384, 1024), (1, 33, 5), (7, 192, 50), (40, 96, 24), (200, 64, 32)):
         yield normal(g, n, k), normal(g, columns, k)
@@ -75,6 +83,7 @@ def rms_norm(g: torch.Generator) -> Iterator[Case]:
         yield normal(g, n, dim) * 3, normal(g, dim), 1e-20
     yield normal(g, 2, 3, 64) * 1e-12, normal(g, 64), 1e-20
     yield normal(g, 2, 64) * 1e15, normal(g, 64), 1e-6
+    yield broken_rows(g, 2, 64), normal(g, 64), 1e-6
     wide = normal(g, 5, 80)
     yield wide[:, :48], normal(g, 48), 1e-20
     yield wide[:, 48:], normal(g, 32), 1e-20
@@ -93,6 +102,8 @@ def swiglu(g: torch.Generator) -> Iterator[Case]:
     for n, inner, limit in ((0, 8, 10.0), (1, 128, 10.0), (6, 37, 0.5)):
         yield normal(g, n, 2 * inner) * 8, limit
     yield normal(g, 3, 64) * 1e4, 10.0
+    rows = broken_rows(g, 8, 64)
+    yield torch.where(rows.isfinite(), rows, torch.nan), 10.0
 
 
 def hc_mix(g: torch.Generator, n: int, hc: int, dim: int) -> tuple[Any, ...]:
@@ -146,6 +157,14 @@ def sparse_attention(g: torch.Generator) -> Iterator[Case]:
             sink = normal(g, heads) * 3
             yield q, window_cache, window_slots, latent_cache, latent_slots, sink, dim**-0.5
             yield q * 2, window_cache, window_slots, None, None, sink, dim**-0.5
+            if n > 1:  # NaN in a query, in the keys of another row, and in a sink
+                q, sink = q.clone(), sink.clone()
+                q[-1, 0, 5] = sink[-1] = torch.nan
+                window_slots[2 % n] = -1
+                if kind != "packed":
+                    window_cache[0, 0, 3] = torch.nan
+                    window_slots[2 % n, 0] = 0
+                yield q, window_cache, window_slots, latent_cache, latent_slots, sink, dim**-0.5
 
 
 def index_scores(g: torch.Generator) -> Iterator[Case]:
@@ -214,6 +233,7 @@ def engram_gate(g: torch.Generator) -> Iterator[Case]:
         case = normal(g, n, hc, dim), normal(g, n, (hc + 1) * dim) * 3, normal(g, hc, dim)
         yield *case, None, 1e-20
         yield *case, torch.rand(n, generator=g) < 0.5, 1e-20
+    yield normal(g, 3, 4, 32), broken_rows(g, 2, 160).repeat(2, 1)[:3], normal(g, 4, 32), None, 1e-20
     yield normal(g, 2, 1, 32).expand(-1, 4, -1), normal(g, 2, 160), normal(g, 4, 32), None, 1e-20
 
 
@@ -237,6 +257,9 @@ def moe_experts(g: torch.Generator) -> Iterator[Case]:
         weights = normal(g, experts, 2 * inner, dim) * dim**-0.5, normal(g, experts, dim, inner) * inner**-0.5
         for quantize in (False, True) if dim % 32 == 0 else (False,):
             yield normal(g, n, dim) * 2, chosen, torch.rand(n, k, generator=g), *weights, 10.0, quantize
+    chosen = torch.rand(5, 4, generator=g).argsort(1)[:, :2].int()
+    weights = normal(g, 4, 64, 64), normal(g, 4, 64, 32)
+    yield broken_rows(g, 2, 64).repeat(3, 1)[:5], chosen, torch.rand(5, 2, generator=g), *weights, 10.0, False
 
 
 def moe_experts_fp4(g: torch.Generator) -> Iterator[Case]:
@@ -256,6 +279,7 @@ def store_rows(g: torch.Generator) -> Iterator[Case]:
             slots = torch.randperm(80, generator=g)[:n]
             yield cache, slots, extreme_rows(g, n, dim), row_format
             yield cache.clone(), slots.int(), extreme_rows(g, n, dim), row_format
+            yield cache.clone(), slots, broken_rows(g, n, dim), row_format
 
 
 def load_rows(g: torch.Generator) -> Iterator[Case]:
@@ -267,7 +291,7 @@ def load_rows(g: torch.Generator) -> Iterator[Case]:
             yield cache, integers(g, -1, 80, 40, dtype=torch.int64), row_format, dim, torch.float32
         if kind == "packed":  # every byte value, also those that no store writes
             row = row_format.row_bytes(64)
-            every = torch.arange(row * 256).reshape(256, 1, row).remainder(251).to(torch.uint8)
+            every = torch.arange(row * 256).reshape(256, 1, row).remainder(257).clamp_max(255).to(torch.uint8)
             yield every, torch.arange(256), row_format, 64, torch.float32
 
 
@@ -275,6 +299,7 @@ def round_trip_rows(g: torch.Generator) -> Iterator[Case]:
     for kind, row_format in CACHES:
         for n, dim in ((0, 32), (60, 128), (20, 64)):
             yield extreme_rows(g, n, dim), strided_cache(g, 2, 4, dim, kind, row_format), row_format
+            yield broken_rows(g, n, dim), strided_cache(g, 2, 4, dim, kind, row_format), row_format
 
 
 CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {

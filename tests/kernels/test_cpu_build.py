@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from deepinfer.commands.doctor import home_dir
 from deepinfer.kernels.cpu import build
 
 USE = """
@@ -82,3 +85,73 @@ def test_every_variant_compiles(tmp_path, index):
     target = tmp_path / "kernels.so"
     build.build(index, target)
     assert target.stat().st_size > 10_000
+
+
+@needs_compiler
+def test_openmp_needs_no_header(tmp_path, monkeypatch):
+    """clang is often installed without omp.h; the first variant, with threads, must still compile."""
+    (tmp_path / "omp.h").write_text("#error there is no omp.h here\n")
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    build.build(0, tmp_path / "kernels.so")
+
+
+@needs_compiler
+def test_the_compiler_may_be_a_command_of_several_words(tmp_path, monkeypatch):
+    (plain,) = build.find_compiler()
+    monkeypatch.setenv("CC", f"env LANG=C '{plain}'")
+    assert build.find_compiler()[1:] == ["LANG=C", plain]
+    result = use_kernels(tmp_path, CC=f"env LANG=C '{plain}'")
+    assert result.stdout.startswith("1 "), result.stderr
+
+
+@pytest.mark.parametrize("command", [" ", "gcc 'unclosed", "nonexistent-wrapper gcc"])
+def test_a_compiler_command_that_cannot_be_found_is_none(monkeypatch, command):
+    monkeypatch.setenv("CC", command)
+    assert build.find_compiler() is None
+
+
+def test_place_of_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path / "chosen"))
+    assert build.cache_dir() == tmp_path / "chosen"
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", "")
+    with pytest.raises(ValueError, match="DEEPINFER_CACHE_DIR='': must not be empty"):
+        build.cache_dir()
+    monkeypatch.delenv("DEEPINFER_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert build.cache_dir() == tmp_path / "xdg" / "deepinfer"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert build.cache_dir() == tmp_path / "home" / ".cache" / "deepinfer"
+
+
+@pytest.fixture
+def user_without_home(tmp_path, monkeypatch):
+    """What a container run under any user id looks like: no HOME, and no entry in the user database."""
+
+    def unknown(uid: int):
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "DEEPINFER_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"deepinfer-{os.getuid()}"
+
+
+def test_without_a_home_the_cache_is_a_private_temporary_folder(user_without_home):
+    assert build.cache_dir() == user_without_home == build.cache_dir()
+    assert user_without_home.stat().st_mode & 0o777 == 0o700
+    assert home_dir() == user_without_home.parent
+    user_without_home.chmod(0o777)
+    with pytest.raises(build.BuildError, match="can be written by another user; set DEEPINFER_CACHE_DIR"):
+        build.cache_dir()
+    user_without_home.rmdir()
+    user_without_home.symlink_to(user_without_home.parent)
+    with pytest.raises(build.BuildError, match="can be written by another user"):
+        build.cache_dir()
+
+
+def test_a_misspelt_choice_of_kernels_is_refused(tmp_path):
+    result = use_kernels(tmp_path, DEEPINFER_KERNELS="refrence")
+    assert result.returncode != 0
+    assert "DEEPINFER_KERNELS='refrence': must be one of auto, reference" in result.stderr

@@ -145,4 +145,4 @@ def test_stored_experts_equal_float_experts():
         x, chosen, gates, w13, s13, w2, s2, *rest = case
         dense = dequantize_fp4_weight(w13, s13, torch.float32), dequantize_fp4_weight(w2, s2, torch.float32)
         expected = OPERATIONS["moe_experts"](x, chosen, gates, *dense, *rest)
-        assert torch.equal(OPERATIONS["moe_experts_fp4"](*case), expected)
+        compare_exactly(OPERATIONS["moe_experts_fp4"](*case), expected)

@@ -270,3 +270,31 @@ def test_zero_weights_stay_zero():
     zeros = torch.zeros(40, 64)
     assert torch.equal(quant.dequantize_fp8_weight(*quant.quantize_fp8_weight(zeros), torch.float32), zeros)
     assert torch.equal(quant.dequantize_fp4_weight(*quant.quantize_fp4_weight(zeros), torch.float32), zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_group_with_nan_reads_back_as_nan_and_its_neighbours_as_they_were(name, value, dtype):
+    round_trip, pack, unpack, _, group = FORMATS[name]
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    broken = x.clone()
+    broken[1, 70] = value
+    expected, got = round_trip(x), round_trip(broken)
+    hit = torch.zeros(3, 128, dtype=torch.bool)
+    hit[1, 70 // group * group : (70 // group + 1) * group] = True
+    assert torch.equal(got[~hit], expected[~hit])
+    if name == "nvfp4" and math.isinf(value):  # E4M3 has no infinity, nor has the rounding to it: it saturates
+        assert got[1, 70] == math.copysign(448.0 * 6.0, value)
+    else:
+        assert bool(got[hit].isnan().all())
+    stored = unpack(pack(broken), 128, dtype)
+    assert bool(((stored == got) | (stored.isnan() & got.isnan())).all())
+
+
+def test_the_e8m0_byte_255_is_nan():
+    scale = torch.tensor([[255]], dtype=torch.uint8)
+    ones = torch.ones(1, 32).to(torch.float8_e4m3fn)
+    assert bool(quant.dequantize_fp8_weight(ones, scale, torch.float32).isnan().all())
+    packed = torch.zeros(1, 16, dtype=torch.uint8)
+    assert bool(quant.dequantize_fp4_weight(packed, scale, torch.bfloat16).isnan().all())

@@ -34,8 +34,8 @@ EXPORT void swiglu(const float *gate_up, float limit, i64 n, i64 inner, float *o
         const float *g = gate_up + i * 2 * inner, *u = g + inner;
 #pragma omp simd
         for (i64 j = 0; j < inner; j++) {
-            const float gate = MIN(g[j], limit);
-            out[i * inner + j] = gate * sigmoid(gate) * MIN(MAX(u[j], -limit), limit);
+            const float gate = MIN(limit, g[j]);
+            out[i * inner + j] = gate * sigmoid(gate) * MIN(limit, MAX(-limit, u[j]));
         }
     }
 }

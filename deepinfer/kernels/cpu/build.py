@@ -9,10 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
+
+from deepinfer import envs
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall")
@@ -33,21 +37,47 @@ class BuildError(Exception):
     """No library could be built; the text says why in one line."""
 
 
-def find_compiler() -> str | None:
-    """Path of the C compiler: $CC, else gcc, cc or clang; None if there is none."""
+def find_compiler() -> list[str] | None:
+    """The C compiler's command: $CC (which may be two words, "ccache gcc"), else gcc, cc or clang; None without one."""
     wanted = os.environ.get("CC")
-    for name in (wanted,) if wanted else ("gcc", "cc", "clang"):
-        path = shutil.which(name)
+    for command in (wanted,) if wanted else ("gcc", "cc", "clang"):
+        try:
+            program, *arguments = shlex.split(command)
+        except ValueError:  # blank, or a quote that is not closed
+            continue
+        path = shutil.which(program)
         if path:
-            return path
+            return [path, *arguments]
     return None
 
 
 def cache_dir() -> Path:
-    """DEEPINFER_CACHE_DIR, else XDG_CACHE_HOME/deepinfer, else ~/.cache/deepinfer."""
-    if os.environ.get("DEEPINFER_CACHE_DIR"):
-        return Path(os.environ["DEEPINFER_CACHE_DIR"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer"
+    """DEEPINFER_CACHE_DIR, else XDG_CACHE_HOME/deepinfer, else ~/.cache/deepinfer, else a temporary folder of the user.
+
+    Raises BuildError if somebody else could put libraries into the last one.
+    """
+    chosen = envs.get("DEEPINFER_CACHE_DIR")
+    if chosen is not None:
+        return chosen
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "deepinfer"
+    try:
+        return Path.home() / ".cache" / "deepinfer"
+    except RuntimeError:  # no HOME and no entry in the user database: a container run under any user id
+        return _private_folder(Path(tempfile.gettempdir()) / f"deepinfer-{os.getuid()}")
+
+
+def _private_folder(folder: Path) -> Path:
+    """`folder`, made if necessary; nobody else may write there."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        owner = folder.lstat()
+    except OSError as error:
+        raise BuildError(f"cannot make {folder}: {error.strerror or error}") from None
+    if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o022:
+        raise BuildError(f"{folder} can be written by another user; set DEEPINFER_CACHE_DIR")
+    return folder
 
 
 def libraries() -> list[Path]:
@@ -71,12 +101,12 @@ def build(index: int, target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
             objects = [f"{folder}/{source.stem}.o" for source in _sources()]
             commands = [
-                [compiler, *FLAGS, *FILE_FLAGS.get(source.name, ()), *compile_flags, "-c", str(source), "-o", out]
+                [*compiler, *FLAGS, *FILE_FLAGS.get(source.name, ()), *compile_flags, "-c", str(source), "-o", out]
                 for source, out in zip(_sources(), objects, strict=True)
             ]
             _run_all(commands)
             library = f"{folder}/{target.name}"
-            _run_all([[compiler, "-shared", *objects, "-o", library, *link_flags, "-lm"]])
+            _run_all([[*compiler, "-shared", *objects, "-o", library, *link_flags, "-lm"]])
             os.replace(library, target)
     except OSError as error:
         raise BuildError(f"cannot write {target.parent}: {error.strerror or error}") from None
@@ -86,12 +116,12 @@ def _sources() -> list[Path]:
     return sorted(HERE.glob("*.c"))
 
 
-def _key(compiler: str, index: int) -> str:
-    stat = os.stat(compiler)  # a new compiler version is a new file; asking for --version costs 3 ms a start
+def _key(compiler: list[str], index: int) -> str:
+    # A new compiler version is a new file; asking for --version costs 3 ms a start.
+    files = [os.stat(path) for path in map(shutil.which, compiler) if path]
     parts = [
-        compiler,
-        str(stat.st_size),
-        str(stat.st_mtime_ns),
+        *compiler,
+        *(f"{file.st_size} {file.st_mtime_ns}" for file in files),
         platform.machine(),
         _cpu_features(),
         repr(VARIANTS[index]),

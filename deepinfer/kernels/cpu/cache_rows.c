@@ -20,23 +20,32 @@ INLINE uint32_t ceil_exponent(float x) {
     const uint32_t u = as_bits(x);
     return (u >> 23) + ((u & 0x7fffffu) != 0);
 }
+// Largest |x|, NaN if there is one: as integers, magnitudes are in the order of their values and NaN is above all.
 INLINE float group_amax(const float *x, int n) {
-    float m = 0;
+    int32_t m = 0;
 #pragma omp simd reduction(max : m)
-    for (int i = 0; i < n; i++) m = fabsf(x[i]) > m ? fabsf(x[i]) : m;
-    return m;
+    for (int i = 0; i < n; i++) {
+        const int32_t magnitude = (int32_t)(as_bits(x[i]) & 0x7fffffffu);
+        m = MAX(m, magnitude);
+    }
+    return as_float((uint32_t)m);
 }
-INLINE float clamp(float x, float limit) { return MIN(MAX(x, -limit), limit); }
+INLINE float clamp(float x, float limit) { return MIN(limit, MAX(-limit, x)); }
 
+// Scales of a group; those of a group that has no finite scale are NaN, and so are then all its values.
+enum { E8M0_NAN = 255, E4M3_NAN = 0x7f };
 INLINE uint32_t fp8_exponent(const float *x) {
-    return ceil_exponent(MAX(group_amax(x, 32), 1e-4f) * (float)(1.0 / 448.0));
+    const float amax = group_amax(x, 32);
+    return isfinite(amax) ? ceil_exponent(MAX(amax, 1e-4f) * (float)(1.0 / 448.0)) : E8M0_NAN;
 }
 INLINE uint32_t mxfp4_exponent(const float *x) {
+    const float amax = group_amax(x, 32);
     // amax >= 6 * 2^-126, so the quotient is normal and its exponent byte at least 1.
-    return ceil_exponent(MAX(group_amax(x, 32), 6.0f * 0x1p-126f) / 6.0f);
+    return isfinite(amax) ? ceil_exponent(MAX(amax, 6.0f * 0x1p-126f) / 6.0f) : E8M0_NAN;
 }
 INLINE uint8_t nvfp4_scale(const float *x) {
-    return e4m3_code(MIN(MAX(group_amax(x, 16), 6.0f * 0x1p-9f) / 6.0f, 448.0f));
+    const float amax = group_amax(x, 16);
+    return isnan(amax) ? E4M3_NAN : e4m3_code(MIN(MAX(amax, 6.0f * 0x1p-9f) / 6.0f, 448.0f));
 }
 
 static void encode_nibbles(const float *x, float scale, int n, uint8_t *out) {
@@ -62,6 +71,10 @@ static void encode_row(int kind, const float *x, i64 dim, void *row) {
             const uint32_t exponent = fp8_exponent(x + 32 * g);
             const float scale = as_float(exponent << 23);
             bytes[dim + g] = (uint8_t)exponent;
+            if (exponent == E8M0_NAN) {
+                memset(bytes + 32 * g, 0, 32);
+                continue;
+            }
 #pragma omp simd
             for (int i = 0; i < 32; i++) bytes[32 * g + i] = e4m3_code(clamp(x[32 * g + i] / scale, 448.0f));
         }
@@ -70,14 +83,16 @@ static void encode_row(int kind, const float *x, i64 dim, void *row) {
         for (i64 g = 0; g < dim / 32; g++) {
             const uint32_t exponent = mxfp4_exponent(x + 32 * g);
             bytes[dim / 2 + g] = (uint8_t)exponent;
-            encode_nibbles(x + 32 * g, as_float(exponent << 23), 32, bytes + 16 * g);
+            if (exponent == E8M0_NAN) memset(bytes + 16 * g, 0, 16);
+            else encode_nibbles(x + 32 * g, as_float(exponent << 23), 32, bytes + 16 * g);
         }
         break;
     case ROW_NVFP4:
         for (i64 g = 0; g < dim / 16; g++) {
             const uint8_t scale = nvfp4_scale(x + 16 * g);
             bytes[dim / 2 + g] = scale;
-            encode_nibbles(x + 16 * g, e4m3_value(scale), 16, bytes + 8 * g);
+            if (scale == E4M3_NAN) memset(bytes + 8 * g, 0, 8);
+            else encode_nibbles(x + 16 * g, e4m3_value(scale), 16, bytes + 8 * g);
         }
         break;
     }
@@ -85,7 +100,11 @@ static void encode_row(int kind, const float *x, i64 dim, void *row) {
 
 void fp8_round_trip(const float *x, i64 n, float *out) {
     for (i64 g = 0; g < n; g += 32) {
-        const float scale = as_float(fp8_exponent(x + g) << 23);
+        const float scale = e8m0_value((uint8_t)fp8_exponent(x + g));
+        if (isnan(scale)) {
+            for (int i = 0; i < 32; i++) out[g + i] = scale;
+            continue;
+        }
 #pragma omp simd
         for (int i = 0; i < 32; i++) out[g + i] = e4m3_value(e4m3_code(clamp(x[g + i] / scale, 448.0f))) * scale;
     }

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #ifdef _OPENMP
-#include <omp.h>
+int omp_get_max_threads(void);  // declared here: clang comes without omp.h more often than without the runtime
 #define THREADS omp_get_max_threads()
 #else
 #define THREADS 1
@@ -18,6 +18,7 @@
 typedef int64_t i64;
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline, unused))
+// NaN in the second argument comes out, NaN in the first does not: put the limit first where NaN must pass.
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 // Multiply-adds below which starting threads costs more than it saves.
@@ -66,9 +67,9 @@ INLINE void sum_lanes4(vec a, vec b, vec c, vec d, float out[4]) {
 INLINE uint32_t as_bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 INLINE float as_float(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 
-// e^x within about 2 ulp; vectorises, unlike expf.
+// e^x within about 2 ulp, NaN for NaN; vectorises, unlike expf.
 INLINE float fast_exp(float x) {
-    x = MIN(MAX(x, -87.0f), 88.0f);
+    x = MIN(88.0f, MAX(-87.0f, x));
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     const float n = (x * 1.44269504f + shift) - shift;
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;

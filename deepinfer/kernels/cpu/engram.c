@@ -30,7 +30,7 @@ EXPORT void engram_gate(const float *h, const float *kv, const float *weight, co
             for (i64 d = 0; d < dim; d++) dot += stream[d] * w[d] * key[d];
             const float mean_h = sum_squares(stream, dim) / dim + eps, mean_key = sum_squares(key, dim) / dim + eps;
             dot = dot / (sqrtf(mean_h) * sqrtf(mean_key)) / sqrtf((float)dim);
-            const float strength = sigmoid(copysignf(sqrtf(MAX(fabsf(dot), 1e-6f)), dot));
+            const float strength = sigmoid(copysignf(sqrtf(MAX(1e-6f, fabsf(dot))), dot));
             const float gate = alive && !alive[i] ? 0 : strength;
             float *to = out + (i * hc + j) * dim;
 #pragma omp simd

@@ -56,8 +56,8 @@ static const float *matrix_rows(const Matrix *m, i64 expert, i64 first, i64 coun
 static void activate(const float *g, const float *u, float gate, float limit, i64 count, float *z) {
 #pragma omp simd
     for (i64 j = 0; j < count; j++) {
-        const float x = MIN(g[j], limit);
-        z[j] = gate * (x * sigmoid(x) * MIN(MAX(u[j], -limit), limit));
+        const float x = MIN(limit, g[j]);
+        z[j] = gate * (x * sigmoid(x) * MIN(limit, MAX(-limit, u[j])));
     }
 }
 

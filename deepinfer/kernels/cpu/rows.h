@@ -15,7 +15,7 @@ INLINE const void *row_at(const Rows *rows, i64 slot) {
     return rows->data + slot / rows->page_size * rows->page_stride + slot % rows->page_size * rows->row_stride;
 }
 
-INLINE float e8m0_value(uint8_t e) { return as_float(e ? (uint32_t)e << 23 : 0x00400000u); }
+INLINE float e8m0_value(uint8_t e) { return as_float(e == 255 ? 0x7fc00000u : e ? (uint32_t)e << 23 : 0x00400000u); }
 INLINE float e4m3_value(uint8_t b) {
     const uint32_t magnitude = b & 0x7f, sign = (uint32_t)(b & 0x80) << 24;
     const uint32_t normal = (magnitude << 20) + (120u << 23);

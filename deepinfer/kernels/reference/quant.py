@@ -2,6 +2,9 @@
 
 Round trips (`*_round_trip`) return what a reader of the stored value would see, in the dtype of the input; `pack_*`
 and `unpack_*` move between values and stored bytes. A round trip and pack + unpack agree exactly.
+
+A group of values that has no finite scale, because one of them is NaN or (but for NVFP4, which saturates) infinite,
+gets the scale NaN and reads back as NaN altogether: a fault shows instead of turning into plausible numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from torch import Tensor
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
+NAN_EXPONENT = 128  # the E8M0 byte 255
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -23,6 +27,19 @@ def ceil_log2(x: Tensor) -> Tensor:
 def exp2_int(n: Tensor, dtype: torch.dtype) -> Tensor:
     """2**n for integer n, exact."""
     return torch.ldexp(torch.ones_like(n, dtype=dtype), n)
+
+
+def e8m0_value(exponent_bytes: Tensor, dtype: torch.dtype) -> Tensor:
+    """2**(byte - 127) of E8M0 bytes (uint8); 255 is NaN."""
+    return _scale(exponent_bytes.int() - 127, dtype)
+
+
+def _scale(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    return exp2_int(exponent, dtype).masked_fill(exponent == NAN_EXPONENT, torch.nan)
+
+
+def _exponent(amax: Tensor, exponent: Tensor) -> Tensor:
+    return torch.where(amax.isfinite(), exponent, NAN_EXPONENT)
 
 
 def _groups(x: Tensor, group: int) -> Tensor:
@@ -66,14 +83,14 @@ def e2m1_round(x: Tensor) -> Tensor:
 
 def fp8_group_exponent(x: Tensor, group: int = 32) -> Tensor:
     """Power-of-two exponent of the FP8 scale of each group: ceil(log2(max(amax, 1e-4) / 448)); int32 [..., K/group]."""
-    amax = _groups(x, group).abs().amax(-1).clamp_min(1e-4)
-    return ceil_log2(amax.to(torch.float32) * (1.0 / E4M3_MAX))
+    amax = _groups(x, group).abs().amax(-1).clamp_min(1e-4).to(torch.float32)
+    return _exponent(amax, ceil_log2(amax * (1.0 / E4M3_MAX)))
 
 
 def mxfp4_group_exponent(x: Tensor, group: int = 32) -> Tensor:
     """Power-of-two exponent of the index-key FP4 scale: ceil(log2(max(amax, 6 * 2^-126) / 6)); int32 [..., K/group]."""
-    amax = _groups(x, group).abs().amax(-1).clamp_min(E2M1_MAX * 2.0**-126)
-    return ceil_log2(amax.to(torch.float32) / E2M1_MAX)
+    amax = _groups(x, group).abs().amax(-1).clamp_min(E2M1_MAX * 2.0**-126).to(torch.float32)
+    return _exponent(amax, ceil_log2(amax / E2M1_MAX))
 
 
 def nvfp4_group_scale(x: Tensor, group: int = 16) -> Tensor:
@@ -87,13 +104,13 @@ def nvfp4_group_scale(x: Tensor, group: int = 16) -> Tensor:
 
 def fp8_round_trip(x: Tensor, group: int = 32) -> Tensor:
     """E4M3 with one power-of-two scale per `group` values: activations and the SWA cache. [..., K] -> [..., K]."""
-    scale = exp2_int(fp8_group_exponent(x, group), x.dtype).unsqueeze(-1)
+    scale = _scale(fp8_group_exponent(x, group), x.dtype).unsqueeze(-1)
     return (e4m3_round(_groups(x, group) / scale) * scale).reshape(x.shape)
 
 
 def mxfp4_round_trip(x: Tensor, group: int = 32) -> Tensor:
     """E2M1 with one power-of-two scale per `group` values: index keys and index queries."""
-    scale = exp2_int(mxfp4_group_exponent(x, group), x.dtype).unsqueeze(-1)
+    scale = _scale(mxfp4_group_exponent(x, group), x.dtype).unsqueeze(-1)
     return (e2m1_round(_groups(x, group) / scale) * scale).reshape(x.shape)
 
 
@@ -104,6 +121,11 @@ def nvfp4_round_trip(x: Tensor, group: int = 16) -> Tensor:
 
 
 # ------------------------------------------------------------------ stored bytes of cache rows
+
+
+def _scaled(x: Tensor, scale: Tensor, group: int) -> Tensor:
+    """x over its groups' scales, [..., K/group, group]; 0 where the scale is NaN, which says all."""
+    return (_groups(x, group) / scale.unsqueeze(-1)).nan_to_num(nan=0.0)
 
 
 def pack_nibbles(code: Tensor) -> Tensor:
@@ -119,7 +141,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 def pack_fp8_row(x: Tensor, group: int = 32) -> Tensor:
     """SWA row: K bytes of E4M3, then K/32 bytes of UE8M0. float [..., K] -> uint8 [..., K + K/32]."""
     exponent = fp8_group_exponent(x, group)
-    values = _groups(x, group) / exp2_int(exponent, x.dtype).unsqueeze(-1)
+    values = _scaled(x, _scale(exponent, x.dtype), group)
     values = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float32).reshape(x.shape).to(torch.float8_e4m3fn)
     return torch.cat((values.view(torch.uint8), (exponent + 127).to(torch.uint8)), dim=-1)
 
@@ -127,28 +149,28 @@ def pack_fp8_row(x: Tensor, group: int = 32) -> Tensor:
 def unpack_fp8_row(row: Tensor, dim: int, dtype: torch.dtype, group: int = 32) -> Tensor:
     """Inverse of `pack_fp8_row`: uint8 [..., dim + dim/32] -> [..., dim]."""
     values = row[..., :dim].contiguous().view(torch.float8_e4m3fn).to(dtype)
-    scale = exp2_int(row[..., dim:].int() - 127, dtype).unsqueeze(-1)
+    scale = e8m0_value(row[..., dim:], dtype).unsqueeze(-1)
     return (_groups(values, group) * scale).reshape(values.shape)
 
 
 def pack_mxfp4_row(x: Tensor, group: int = 32) -> Tensor:
     """Index-key row: K/2 bytes of E2M1 pairs, then K/32 bytes of UE8M0."""
     exponent = mxfp4_group_exponent(x, group)
-    code = e2m1_code(_groups(x, group) / exp2_int(exponent, x.dtype).unsqueeze(-1)).reshape(x.shape)
+    code = e2m1_code(_scaled(x, _scale(exponent, x.dtype), group)).reshape(x.shape)
     return torch.cat((pack_nibbles(code), (exponent + 127).to(torch.uint8)), dim=-1)
 
 
 def unpack_mxfp4_row(row: Tensor, dim: int, dtype: torch.dtype, group: int = 32) -> Tensor:
     """Inverse of `pack_mxfp4_row`: uint8 [..., dim/2 + dim/32] -> [..., dim]."""
     values = e2m1_value(unpack_nibbles(row[..., : dim // 2]), dtype)
-    scale = exp2_int(row[..., dim // 2 :].int() - 127, dtype).unsqueeze(-1)
+    scale = e8m0_value(row[..., dim // 2 :], dtype).unsqueeze(-1)
     return (_groups(values, group) * scale).reshape(values.shape)
 
 
 def pack_nvfp4_row(x: Tensor, group: int = 16) -> Tensor:
     """Main-KV row: K/2 bytes of E2M1 pairs, then K/16 bytes of E4M3 scales."""
     scale = nvfp4_group_scale(x, group)
-    code = e2m1_code(_groups(x, group) / scale.unsqueeze(-1)).reshape(x.shape)
+    code = e2m1_code(_scaled(x, scale, group)).reshape(x.shape)
     scale_bytes = scale.to(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.cat((pack_nibbles(code), scale_bytes), dim=-1)
 
@@ -176,7 +198,7 @@ def quantize_fp8_weight(weight: Tensor, block: int = 32) -> tuple[Tensor, Tensor
 
 def dequantize_fp8_weight(values: Tensor, scale_bytes: Tensor, dtype: torch.dtype, block: int = 32) -> Tensor:
     """Inverse of `quantize_fp8_weight`; exact in BF16 and wider."""
-    scale = exp2_int(scale_bytes.view(torch.uint8).int() - 127, torch.float32)
+    scale = e8m0_value(scale_bytes.view(torch.uint8), torch.float32)
     scale = scale.repeat_interleave(block, 0)[: values.shape[0]].repeat_interleave(block, 1)
     return (values.float() * scale).to(dtype)
 
@@ -191,5 +213,5 @@ def quantize_fp4_weight(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor
 def dequantize_fp4_weight(packed: Tensor, scale_bytes: Tensor, dtype: torch.dtype, group: int = 32) -> Tensor:
     """Inverse of `quantize_fp4_weight`; exact in BF16 and wider."""
     values = e2m1_value(unpack_nibbles(packed.view(torch.uint8)), torch.float32)
-    scale = exp2_int(scale_bytes.view(torch.uint8).int() - 127, torch.float32).unsqueeze(-1)
+    scale = e8m0_value(scale_bytes.view(torch.uint8), torch.float32).unsqueeze(-1)
     return (_groups(values, group) * scale).reshape(values.shape).to(dtype)
