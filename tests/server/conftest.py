@@ -17,7 +17,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(checkpoint: Path) -> Iterator[Server]:
-    running = start_server(checkpoint, "--served-model-name", MODEL, "--api-key", KEY, "--max-num-seqs", "16")
+    options = ("--max-num-seqs", "16", "--max-queue", "256")
+    running = start_server(checkpoint, "--served-model-name", MODEL, "--api-key", KEY, *options)
     yield running
     running.process.terminate()
     assert running.process.wait(timeout=30) in (0, -15)

@@ -1,5 +1,6 @@
 """/v1/chat/completions with the real OpenAI client, against recipe and the offline engine."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -202,3 +203,33 @@ def test_a_conversation_goes_on(server: Server) -> None:
     ]  # fmt: skip
     answer = server.client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=4)
     assert answer.choices[0].finish_reason in ("length", "stop", "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_calls_tools(nano: Server, stream: bool) -> None:
+    """The shipped checkpoint, with the asynchronous client: call, result, answer."""
+    messages: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
+    tool: Any = json.loads(json.dumps(TOOLS[0]).replace("Weather of a city", "Get the current weather for a city."))
+    asked: dict[str, Any] = {"model": "nano", "tools": [tool], "temperature": 0, "max_tokens": 120}
+
+    async def call() -> Any:
+        async with nano.async_client as client:
+            if not stream:
+                return (await client.chat.completions.create(**asked, messages=messages)).choices[0]
+            async with client.chat.completions.stream(**asked, messages=messages) as events:
+                async for _ in events:
+                    pass
+                return (await events.get_final_completion()).choices[0]
+
+    choice = asyncio.run(call())
+    (made,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and made.function.name == "get_weather"
+    assert set(json.loads(made.function.arguments)) == {"city"}
+    call_made = {"id": made.id, "type": "function", "function": {
+        "name": made.function.name, "arguments": made.function.arguments}}  # fmt: skip
+    messages += [
+        {"role": "assistant", "content": choice.message.content, "tool_calls": [call_made]},
+        {"role": "tool", "tool_call_id": made.id, "content": '{"temperature": 21, "sky": "sunny"}'},
+    ]
+    told = nano.client.chat.completions.create(**asked, messages=messages)
+    assert "21" in (told.choices[0].message.content or "")
