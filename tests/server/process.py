@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,11 +62,12 @@ class Server:
             time.sleep(0.02)
 
 
-def start_server(checkpoint: Path, *options: str) -> Server:
-    command = [sys.executable, "-m", "deepinfer.cli", "serve", "--model", str(checkpoint), "--port", "0", *options]
+def start_server(checkpoint: Path, *options: str, prefix: Sequence[str] = ()) -> Server:
+    """`prefix`: a command that runs the server's command."""
+    command = [*prefix, sys.executable, "-m", "deepinfer.cli", "serve", "--model", str(checkpoint), "--port", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, bufsize=1
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, bufsize=1
     )
     assert process.stdout is not None
     log: list[str] = []
