@@ -81,9 +81,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return raw
 
 
-def model_type(raw: dict[str, Any]) -> Any:
+def model_type(raw: dict[str, Any]) -> str | None:
     """`model_type`; inference/config.json has none and is known by its spelling of the draft layers."""
-    return raw.get("model_type", "deepseek_v41" if "n_mtp_layers" in raw else None)
+    kind = raw.get("model_type", "deepseek_v41" if "n_mtp_layers" in raw else None)
+    require(kind is None or isinstance(kind, str), "model_type", kind, "a string")
+    return kind
 
 
 def build(kind: type[Part], raw: dict[str, Any], prefix: str) -> Part:

@@ -1,7 +1,7 @@
 """Reads the public checkpoint format, shard by shard (spec: model, section 2).
 
 `load_weights` gives the model as plain tensors, scales folded in. `load_quantized` keeps the stored bytes, for kernels
-that read FP8 / FP4 themselves and for Engram tables of which only gathered rows are ever dequantised.
+that read FP8 / FP4 themselves, and `load_packed_tables` the Engram tables, of which a step reads a few rows.
 Every name, shape and dtype is checked against the config from the headers alone, before any data is read.
 """
 
@@ -34,6 +34,7 @@ from deepinfer.models.checkpoint_format import (
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+PROGRESS_BYTES = 1 << 30  # smaller checkpoints are read in a second
 CHUNK_VALUES = 1 << 18  # values dequantised at a time: keeps the float32 temporaries small and in cache
 
 Include = Callable[[str], bool]
@@ -81,14 +82,6 @@ class StoredTensor:
             chunk = values[rows].to(out.device), scale[scale_rows].to(out.device)
             target[rows] = _dequantize(self.storage, *chunk, out.dtype)
 
-    def gather(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Rows of an Engram table: int64 [...] -> `dtype` [..., columns]; only these rows are read and dequantised."""
-        if self.storage != "fp8_rows" or self.scale is None:
-            raise ValueError(f"gather: storage is {self.storage!r}, allowed: 'fp8_rows'")
-        # Float8 has no indexing kernels on every device: index the bytes.
-        values = self.values.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
-        return _dequantize("fp8_rows", values, self.scale[rows], dtype)
-
 
 def _dequantize(storage: Storage, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if storage == "fp8":
@@ -104,7 +97,6 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    progress: bool = False,
     include: Include | None = None,
 ) -> Weights:
     """The model of section 2 as dequantised tensors, routed experts stacked ([E, out, in]).
@@ -123,7 +115,7 @@ def load_weights(
         name: torch.empty(spec.shape, dtype=in_memory_dtype(spec.storage, dtype), device=device)
         for name, spec in checkpoint.parameters.items()
     }
-    for spec, expert, stored in _stream(checkpoint, progress):
+    for spec, expert, stored in _stream(checkpoint):
         stored.dequantize_into(weights[spec.name] if expert is None else weights[spec.name][expert])
         del stored  # it keeps its shard mapped
     return weights
@@ -133,7 +125,6 @@ def load_quantized(
     path: str | Path,
     config: ModelConfig,
     device: str | torch.device = "cpu",
-    progress: bool = False,
     include: Include | None = None,
     mmap: bool = False,
 ) -> dict[str, StoredTensor]:
@@ -143,7 +134,7 @@ def load_quantized(
     tables (`include=is_engram_table`). CPU only.
     """
     tensors: dict[str, StoredTensor] = {}
-    for spec, expert, stored in _stream(_open_checkpoint(Path(path), config, include), progress):
+    for spec, expert, stored in _stream(_open_checkpoint(Path(path), config, include)):
         if expert is None:
             tensors[spec.name] = stored if mmap else _copy(stored, device)
         else:
@@ -152,6 +143,25 @@ def load_quantized(
             _fill(tensors[spec.name], expert, stored)
         del stored  # it keeps its shard mapped
     return tensors
+
+
+def load_packed_tables(path: str | Path, config: ModelConfig, device: str | torch.device = "cpu") -> Weights:
+    """Engram tables as FP8 cache rows, uint8 [1, rows, dim + dim/32] for `load_rows`; errors as `load_weights`.
+
+    A step reads a few rows of a table, so unpacking them then costs less than a table of four times the size.
+    """
+    stored = load_quantized(path, config, include=is_engram_table, mmap=True)
+    packed: Weights = {}
+    for name in list(stored):
+        table = stored.pop(name)
+        assert table.scale is not None  # FP8 rows have one
+        packed[name] = torch.cat((table.values.view(torch.uint8), table.scale), dim=1).unsqueeze(0).to(device)
+    return packed
+
+
+def is_text(name: str) -> bool:
+    """True for the tensors of the text model, without draft head and image tower."""
+    return not name.startswith(("mtp.", "vision.", "aligner.", "image_"))
 
 
 def is_engram_table(name: str) -> bool:
@@ -204,12 +214,18 @@ def _open_checkpoint(path: Path, config: ModelConfig, include: Include | None) -
     return _Checkpoint(path, headers, *_check(config, headers, include))
 
 
-def _stream(checkpoint: _Checkpoint, progress: bool) -> Iterator[tuple[ParameterSpec, int | None, StoredTensor]]:
-    """Yields (parameter, expert row or None, tensor) one shard at a time; the tensors view the open shard."""
+def _stream(checkpoint: _Checkpoint) -> Iterator[tuple[ParameterSpec, int | None, StoredTensor]]:
+    """Yields (parameter, expert row or None, tensor) one shard at a time; the tensors view the open shard.
+
+    A checkpoint that takes a while to read shows its progress on a terminal.
+    """
     path, headers = checkpoint.path, checkpoint.headers
     halves: dict[tuple[str, int | None], dict[str, Tensor]] = {}  # weight or scale, waiting for the other
+    size = sum((path / file).stat().st_size for file in headers)
+    shows_progress = size > PROGRESS_BYTES and sys.stderr.isatty()
     for number, file in enumerate(headers, 1):
-        if progress:
+        cut: set[tuple[str, int | None]] = set()  # whose other half is in another shard
+        if shows_progress:
             print(f"\rloading weights: shard {number}/{len(headers)}", end="", file=sys.stderr, flush=True)
         with open_shard(path / file) as shard:
             for name in headers[file]:
@@ -220,11 +236,13 @@ def _stream(checkpoint: _Checkpoint, progress: bool) -> Iterator[tuple[Parameter
                 key = (spec.name, tensor.expert)
                 part = "scale" if tensor.storage == "e8m0" else "values"
                 halves.setdefault(key, {})[part] = _get(shard, name, tensor, path / file)
+                cut.add(key)
                 if len(halves[key]) == (2 if spec.storage in ("fp8", "fp4", "fp8_rows") else 1):
+                    cut.remove(key)
                     yield spec, tensor.expert, StoredTensor(spec.storage, **halves.pop(key))
-            for parts in halves.values():  # a scale in another shard: let go of this one
-                parts.update({part: value.clone() for part, value in parts.items()})
-    if progress:
+            for key in cut:  # let go of this shard
+                halves[key] = {part: value.clone() for part, value in halves[key].items()}
+    if shows_progress:
         print(file=sys.stderr)
 
 
@@ -271,7 +289,7 @@ def _read_header(path: Path, promised: list[str] | None) -> Header:
         for name in promised:
             if name not in header:
                 raise ValueError(f"model: tensor {name!r} is missing from {path}, where the index places it")
-        for name in header.keys() - set(promised):
+        for name in sorted(header.keys() - set(promised)):
             raise ValueError(f"model: {path} holds tensor {name!r}, which the index does not place there")
     return header
 

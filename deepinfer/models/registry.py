@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.config.model_v4 import ModelConfigV4
+from deepinfer.config.spelling import model_type, read_config
 from deepinfer.kernels import ops
 from deepinfer.models.deepseek_v4 import DeepseekV4
 from deepinfer.models.deepseek_v41 import DeepseekV41
@@ -80,14 +80,26 @@ def load_deepseek_v41(path: Path, dtype: torch.dtype, device: torch.device | str
 def build_deepseek_v41(
     path: Path, config: ModelConfig, token_map: Tensor | None, dtype: torch.dtype, device: torch.device | str
 ) -> DeepseekV41:
-    """Weights of `path` in `dtype`; routed experts stay in FP4 where the kernels read it."""
-    from deepinfer.models.loader import is_routed_expert, load_quantized, load_weights
+    """Text weights of `path` in `dtype`; Engram tables stay in FP8, routed experts in FP4 where the kernels read it."""
+    from deepinfer.models.loader import (
+        is_engram_table,
+        is_routed_expert,
+        is_text,
+        load_packed_tables,
+        load_quantized,
+        load_weights,
+    )
 
-    if not ops.reads_fp4_experts(dtype, device):
-        return DeepseekV41(config, load_weights(path, config, dtype, device), token_map)
-    experts = load_quantized(path, config, device, include=is_routed_expert)
-    rest = load_weights(path, config, dtype, device, include=lambda name: not is_routed_expert(name))
-    return DeepseekV41(config, rest, token_map, stored_experts=experts)
+    experts = None
+    if ops.reads_fp4_experts(dtype, device):
+        experts = load_quantized(path, config, device, include=lambda name: is_text(name) and is_routed_expert(name))
+
+    def is_dense(name: str) -> bool:
+        return is_text(name) and not is_engram_table(name) and not (experts is not None and is_routed_expert(name))
+
+    weights = load_weights(path, config, dtype, device, include=is_dense)
+    weights |= load_packed_tables(path, config, device)
+    return DeepseekV41(config, weights, token_map, stored_experts=experts)
 
 
 def load_deepseek_v4(path: Path, dtype: torch.dtype, device: torch.device | str) -> DeepseekV4:
@@ -115,16 +127,12 @@ def load_model(
         ValueError: unknown model_type, or anything wrong with config or weights; the message names it.
     """
     path = Path(path)
-    try:
-        raw = json.loads((path / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"config: cannot read {path / 'config.json'}: {error}") from None
-    model_type = raw.get("model_type", "deepseek_v41" if "n_mtp_layers" in raw else None)
-    if model_type not in LOADERS:
-        raise ValueError(f"config: model_type is {model_type!r}, allowed: {', '.join(sorted(LOADERS))}")
-    model = LOADERS[model_type](path, dtype, device)
+    kind = model_type(read_config(path))
+    if kind not in LOADERS:
+        raise ValueError(f"config: model_type is {kind!r}, allowed: {', '.join(sorted(LOADERS))}")
+    model = LOADERS[kind](path, dtype, device)
     if quantize_activations:
         if not isinstance(model, DeepseekV41):
-            raise ValueError(f"quantize_activations must be false for a {model_type} model")
+            raise ValueError(f"quantize_activations must be false for a {kind} model")
         model.quantize_activations = True
     return model

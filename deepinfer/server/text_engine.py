@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.config.spelling import model_type, read_config
 from deepinfer.engine.async_engine import AsyncEngine
 from deepinfer.engine.client import EngineClient
 from deepinfer.engine.loading import PACKAGED_MODELS, load_engine, resolve_model
@@ -137,8 +138,8 @@ def load_text_engine(
     Raises ValueError for a bad model, config or checkpoint.
     """
     path = resolve_model(model)
-    config_text = (path / "config.json").read_text()
-    version: ModelVersion = "v4" if '"deepseek_v4"' in config_text else "v4.1"  # V4 prompts are written differently
+    # V4 prompts are written differently.
+    version: ModelVersion = "v4" if model_type(read_config(path)) == "deepseek_v4" else "v4.1"
     tokenizer = Tokenizer.from_file(path / "tokenizer.json", version)
     engine = EngineClient(model, config, log_level) if own_process else AsyncEngine(load_engine(model, config))
     return TextEngine(engine, tokenizer, name or model_name(model), version)

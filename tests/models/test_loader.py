@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from deepinfer.kernels import ops
+from deepinfer.kernels.ops import RowFormat
 from deepinfer.kernels.reference.quant import dequantize_fp8_weight
+from deepinfer.models import loader
 from deepinfer.models.checkpoint_format import parameter_specs
-from deepinfer.models.loader import is_engram_table, load_quantized, load_weights
+from deepinfer.models.deepseek_v41 import DeepseekV41
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.loader import is_engram_table, is_text, load_packed_tables, load_quantized, load_weights
+from deepinfer.models.registry import build_deepseek_v41
 from deepinfer.models.writer import write_synthetic
-from tests.configs import tiny_config
+from tests.configs import TINY_VISION, tiny_config, tiny_token_map
 
 CONFIG = tiny_config(2)
 INDEX = "model.safetensors.index.json"
@@ -141,17 +148,63 @@ def test_stored_form_dequantises_to_the_loaded_weights(source, weights):
     assert stored["layers.2.hc_attn_fn"].dequantize(torch.bfloat16).dtype == torch.float32
 
 
-@pytest.mark.parametrize("mmap", [False, True])
-def test_engram_table_rows_are_gathered_from_the_stored_bytes(source, weights, mmap):
-    tables = load_quantized(source, CONFIG, include=is_engram_table, mmap=mmap)
-    assert tables.keys() == {"layers.1.engram.embed.weight", "layers.3.engram.embed.weight"}
-    rows = torch.tensor([[0, 271], [5, 5]])
-    for name, table in tables.items():
-        assert table.num_bytes == table.shape[0] * 33
-        assert torch.equal(table.gather(rows), weights[name][rows])
-        assert torch.equal(table.gather(rows, torch.bfloat16), weights[name][rows].bfloat16())
-    with pytest.raises(ValueError, match="gather: storage is 'fp8'"):
-        load_quantized(source, CONFIG)["layers.1.engram.wkv.weight"].gather(rows)
+def test_packed_engram_tables_read_back_as_the_loaded_weights(source, weights):
+    packed = load_packed_tables(source, CONFIG)
+    assert packed.keys() == {name for name in weights if is_engram_table(name)} and len(packed) == 2
+    for name, table in packed.items():
+        rows, dim = weights[name].shape
+        assert table.dtype == torch.uint8 and table.shape == (1, rows, dim + dim // 32)
+        ids = torch.randint(rows, (5, 3), generator=torch.Generator().manual_seed(0))
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            got = ops.load_rows(table, ids, RowFormat.FP8, dim, dtype)
+            assert torch.equal(got, weights[name][ids].to(dtype))
+
+
+def test_a_whole_model_reads_text_tensors_only_and_computes_the_same(tmp_path, monkeypatch):
+    """Draft head and image tower stay unread: without them the model is the same, and so are its logits."""
+    config = tiny_config(2, vision=TINY_VISION)
+    write_synthetic(tmp_path, config, seed=2)
+    everything = load_weights(tmp_path, config)
+    text = {name: value for name, value in everything.items() if is_text(name)}
+    assert {name.split(".")[0] for name in everything.keys() - text.keys()} == {
+        "mtp", "vision", "aligner", "image_start", "image_end", "image_newline",
+    }  # fmt: skip
+    read: list[str] = []
+    whole_get = loader._get
+
+    def get(shard, name, *rest):
+        read.append(name)
+        return whole_get(shard, name, *rest)
+
+    monkeypatch.setattr(loader, "_get", get)
+    token_map = torch.from_numpy(tiny_token_map()).long()
+    model = build_deepseek_v41(tmp_path, config, token_map, torch.float32, "cpu")
+    assert len(read) == len(set(read)) and not any(name.startswith(("mtp.", "vision.", "aligner.")) for name in read)
+    plain = DeepseekV41(config, dict(text), token_map)
+    inputs = ModelInputs(
+        is_prefill=True,
+        token_ids=torch.arange(3, 33),
+        positions=torch.arange(30),
+        query_start=torch.tensor([0, 30], dtype=torch.int32),
+        context_lens=torch.tensor([30], dtype=torch.int32),
+        block_tables=torch.tensor([[1]], dtype=torch.int32),
+        state_slots=torch.tensor([1], dtype=torch.int32),
+        logits_rows=torch.arange(30),
+    )
+    logits = [m.forward(inputs, m.allocate_caches(2, 32, 2, torch.float32)) for m in (model, plain)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("limit", "on_terminal", "shown"), [(0, True, True), (0, False, False), (1 << 30, True, False)]
+)
+def test_progress_is_shown_for_big_checkpoints_on_a_terminal(source, monkeypatch, capsys, limit, on_terminal, shown):
+    monkeypatch.setattr(loader, "PROGRESS_BYTES", limit)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal, raising=False)
+    load_weights(source, CONFIG, include=is_engram_table)
+    shards = len(list(source.glob("*.safetensors")))
+    text = capsys.readouterr().err
+    assert (f"loading weights: shard {shards}/{shards}" in text) == shown and bool(text) == shown
 
 
 def test_block_rows_beyond_a_multiple_of_32_and_chunks_agree_with_the_whole(monkeypatch):

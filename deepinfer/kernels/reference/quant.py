@@ -9,6 +9,7 @@ gets the scale NaN and reads back as NaN altogether: a fault shows instead of tu
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -185,6 +186,26 @@ def unpack_nvfp4_row(row: Tensor, dim: int, dtype: torch.dtype, group: int = 16)
 # ------------------------------------------------------------------ weights
 
 
+# On a CPU, PyTorch converts float8 eight times slower than NumPy looks the values up.
+_E4M3_TABLE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+_E2M1_TABLE = e2m1_value(unpack_nibbles(torch.arange(256, dtype=torch.uint8).unsqueeze(1)), torch.float32).numpy()
+_E2M1_TABLE = _E2M1_TABLE.view(np.float64).ravel()  # two values at once
+
+
+def _e4m3_value(values: Tensor) -> Tensor:
+    """Float32 values of float8_e4m3fn ones, in new memory."""
+    if values.device.type != "cpu":
+        return values.float()
+    return torch.from_numpy(_E4M3_TABLE.take(values.view(torch.uint8).numpy()))
+
+
+def _e2m1_pairs(packed: Tensor) -> Tensor:
+    """Float32 values [..., K] of packed E2M1 pairs uint8 [..., K/2], in new memory."""
+    if packed.device.type != "cpu":
+        return e2m1_value(unpack_nibbles(packed), torch.float32)
+    return torch.from_numpy(_E2M1_TABLE.take(packed.numpy()).view(np.float32))
+
+
 def quantize_fp8_weight(weight: Tensor, block: int = 32) -> tuple[Tensor, Tensor]:
     """[O, K] -> E4M3 [O, K] and E8M0 bytes [ceil(O/32), K/32]: one power-of-two scale per 32 x 32 block."""
     rows, cols = weight.shape
@@ -199,8 +220,8 @@ def quantize_fp8_weight(weight: Tensor, block: int = 32) -> tuple[Tensor, Tensor
 def dequantize_fp8_weight(values: Tensor, scale_bytes: Tensor, dtype: torch.dtype, block: int = 32) -> Tensor:
     """Inverse of `quantize_fp8_weight`; exact in BF16 and wider."""
     scale = e8m0_value(scale_bytes.view(torch.uint8), torch.float32)
-    scale = scale.repeat_interleave(block, 0)[: values.shape[0]].repeat_interleave(block, 1)
-    return (values.float() * scale).to(dtype)
+    scale = scale.repeat_interleave(block, 0)[: values.shape[0]]
+    return _groups(_e4m3_value(values), block).mul_(scale.unsqueeze(-1)).reshape(values.shape).to(dtype)
 
 
 def quantize_fp4_weight(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
@@ -212,6 +233,6 @@ def quantize_fp4_weight(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor
 
 def dequantize_fp4_weight(packed: Tensor, scale_bytes: Tensor, dtype: torch.dtype, group: int = 32) -> Tensor:
     """Inverse of `quantize_fp4_weight`; exact in BF16 and wider."""
-    values = e2m1_value(unpack_nibbles(packed.view(torch.uint8)), torch.float32)
+    values = _e2m1_pairs(packed.view(torch.uint8))
     scale = e8m0_value(scale_bytes.view(torch.uint8), torch.float32).unsqueeze(-1)
-    return (_groups(values, group) * scale).reshape(values.shape).to(dtype)
+    return _groups(values, group).mul_(scale).reshape(values.shape).to(dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.kernels import ops
+from deepinfer.kernels.ops import RowFormat
 from deepinfer.models.caches import Caches
 from deepinfer.models.layers.engram_map import engram_multipliers
 from deepinfer.models.layers.linear import quantized_linear
@@ -46,14 +47,17 @@ class Engram:
     """Weights of one Engram layer."""
 
     hash: EngramHash
-    table: Tensor  # [rows, engram_head_dim]
+    table: Tensor  # [rows, engram_head_dim], or packed FP8 rows uint8 [1, rows, engram_head_dim * 33 / 32]
     wkv: Tensor  # [(hc + 1) * D, heads * engram_head_dim]
     weight: Tensor  # [hc, D] = q_weight * k_weight
 
     def forward(self, h: Tensor, ngrams: Tensor, config: ModelConfig, quantize_activations: bool) -> Tensor:
         """h [N, hc, D], ngrams int64 [N, n] compressed ids (token itself first) -> [N, hc, D]."""
         ids = ops.engram_hash(ngrams, self.hash.multipliers, self.hash.primes, self.hash.offsets, self.hash.pad)
-        rows = F.embedding(ids, self.table).flatten(1).to(h.dtype)
+        if self.table.dtype == torch.uint8:
+            rows = ops.load_rows(self.table, ids, RowFormat.FP8, config.engram_head_dim, h.dtype).flatten(1)
+        else:
+            rows = F.embedding(ids, self.table).flatten(1).to(h.dtype)
         kv = quantized_linear(rows, self.wkv, quantize_activations)
         alive = ngrams[:, 0] >= 0 if config.image_token_id >= 0 else None  # nothing is read inside an image span
         return ops.engram_gate(h, kv, self.weight, alive, config.rms_norm_eps)
