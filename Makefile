@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install install-dev demo test test-slow test-gpu lint bench clean
+.PHONY: help install install-dev demo test test-slow test-gpu test-web lint bench clean
 
 help:
 	@echo "make demo       install if needed, then stream an answer from the nano model"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint       ruff and mypy only"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make test-web   the tests of the web page in Chromium, if it is installed"
 	@echo "make bench      measure throughput on this machine and print the results table"
 	@echo "make clean      remove $(VENV) and the caches"
 
@@ -48,6 +49,10 @@ test-slow: install-dev
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu
+
+test-web: install-dev
+	@$(BIN)/python -m pip install --quiet -e '.[web]'
+	$(BIN)/python -m pytest -m web
 
 bench: install-dev
 	$(BIN)/deepinfer bench throughput

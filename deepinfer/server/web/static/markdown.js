@@ -43,8 +43,9 @@ export function splitBlocks(text) {
       while (end < lines.length && QUOTE.test(lines[end])) end += 1;
       push("quote", end, { text: lines.slice(start, end).map((quoted) => QUOTE.exec(quoted)[1]).join("\n") });
     } else if (ITEM.test(line)) {
-      // A list goes on over indented lines, and over one empty line before another item.
-      const goesOn = (at) => ITEM.test(lines[at] ?? "") || /^\s+\S/.test(lines[at] ?? "");
+      // A list goes on over indented lines, and over one empty line before another item; not into one of another kind.
+      const kind = (at) => /^\d/.test(lines[at]);
+      const goesOn = (at) => /^\s+\S/.test(lines[at] ?? "") || (ITEM.test(lines[at] ?? "") && kind(at) === kind(start));
       while (end < lines.length && (goesOn(end) || (!lines[end].trim() && goesOn(end + 1)))) end += 1;
       push("list", end, { lines: lines.slice(start, end) });
     } else if (isTable(start)) {

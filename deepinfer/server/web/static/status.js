@@ -85,7 +85,7 @@ function draw(now) {
   }
   for (const { value, unit, format, graph, index } of TILES) {
     const shown = GRAPHS[graph].samples.at(-1).values[index];
-    value.replaceChildren(...(shown === null ? ["–"] : [format(shown), make("span", {}, unit)]));
+    value.replaceChildren(...(shown === null ? ["–"] : [format(shown), " ", make("span", {}, unit)]));
   }
 }
 
