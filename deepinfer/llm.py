@@ -5,7 +5,7 @@ outputs = LLM(model="nano").generate("Once upon a time", SamplingParams(max_toke
 print(outputs[0].outputs[0].text)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -72,9 +72,14 @@ class LLM:
         Raises:
             ValueError: naming the field and the prompt's number; then nothing has been run.
         """
-        prompt_list: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        one_prompt = _is_one_prompt(prompts)
+        prompt_list: list[Any] = [prompts] if one_prompt else _listed("prompts", prompts, "text, token ids")
         params = sampling_params if sampling_params is not None else SamplingParams()
-        params_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
+        params_list = (
+            [params] * len(prompt_list)
+            if isinstance(params, SamplingParams)
+            else _listed("sampling_params", params, "SamplingParams")
+        )
         if len(params_list) != len(prompt_list):
             raise ValueError(f"sampling_params must be one or {len(prompt_list)}, got {len(params_list)}")
         token_ids = []
@@ -112,7 +117,14 @@ class LLM:
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int))
+
+
+def _listed(field: str, value: Any, one: str) -> list[Any]:
+    """`value` as a list. Raises ValueError naming the field if it is neither one nor several."""
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
+        raise ValueError(f"{field} must be {one} or a list of them, got {type(value).__name__}")
+    return list(value)
 
 
 class _Result:

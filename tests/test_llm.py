@@ -89,6 +89,20 @@ def test_bad_input_names_the_prompt_and_runs_nothing(llm: LLM) -> None:
     assert llm.engine.stats() == before
 
 
+@pytest.mark.parametrize("prompts", [5, None, 1.5, b"bytes", {"text": "a"}, [None], [5.0], [[1.0]], [["a"]], [True]])
+def test_prompts_of_a_wrong_type_are_refused_by_name(llm: LLM, prompts: object) -> None:
+    with pytest.raises(ValueError, match="^prompt"):
+        llm.generate(prompts, GREEDY)
+    assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize("params", [3, "greedy", {"temperature": 0}, [3], [{"temperature": 0}]])
+def test_sampling_params_of_a_wrong_type_are_refused_by_name(llm: LLM, params: object) -> None:
+    with pytest.raises(ValueError, match="^sampling_params must be"):
+        llm.generate("a", params)
+    assert_idle(llm.engine)
+
+
 def test_bad_model_and_options() -> None:
     with pytest.raises(ValueError, match="model must be 'nano' or a folder"):
         LLM("/nowhere/at/all")

@@ -113,7 +113,11 @@ def memory_record(ours: Worker, theirs: Worker, last: Comparison, command: str) 
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="deepinfer bench throughput", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="deepinfer bench throughput",
+        description=__doc__,
+        epilog="Examples: `deepinfer bench throughput`, `deepinfer bench throughput --quick`",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="alternating measurements of each workload (default 3)")
     names = [comparison.workload for comparison in COMPARISONS]
     parser.add_argument("--workload", choices=names, help="only this one (default: all)")

@@ -113,7 +113,11 @@ def measure_memory(prompt_len: int, device: str, command: str) -> results.Record
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="deepinfer bench yoco", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="deepinfer bench yoco",
+        description=__doc__,
+        epilog="Examples: `deepinfer bench yoco`, `deepinfer bench yoco --device cuda --repeats 5`",
+    )
     parser.add_argument("--prompt-len", type=int, default=8192, help="tokens of the prompt (default 8192)")
     parser.add_argument("--repeats", type=int, default=3, help="alternating prefills of each mode (default 3)")
     parser.add_argument("--device", default="cpu", help="torch device (default cpu)")

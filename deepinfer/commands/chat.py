@@ -62,17 +62,12 @@ def chat(
         seed=seed,
     )
     config = options.make_engine_config(max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, device=device)
-    from deepinfer.server.text_engine import load_text_engine
-
-    engine = load_text_engine(model, config)
-    session = Session(engine, params, thinking, stats, system)
-    try:
+    with options.running_engine(model, config) as engine:
+        session = Session(engine, params, thinking, stats, system)
         if quick is not None:
             session.ask(quick)
         else:
             session.loop()
-    finally:
-        engine.engine.close()
 
 
 @dataclass

@@ -88,14 +88,9 @@ def generate(
         device=device,
         cache_memory=cache_memory,
     )
-    from deepinfer.server.text_engine import load_text_engine
-
-    engine = load_text_engine(model, config)
-    try:
+    with options.running_engine(model, config) as engine:
         token_ids = options.parse_numbers(text, "prompt") if prompt_ids else engine.encode(text)
         asyncio.run(_print_answers(engine, token_ids, params, ids))
-    finally:
-        engine.engine.close()
 
 
 async def _print_answers(engine: TextEngine, prompt: list[int], params: SamplingParams, ids: bool) -> None:

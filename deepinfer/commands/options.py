@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +13,7 @@ from deepinfer.commands.units import parse_bytes, parse_count
 if TYPE_CHECKING:
     from deepinfer.config.engine import EngineConfig
     from deepinfer.params import SamplingParams
+    from deepinfer.server.text_engine import TextEngine
 
 _SAMPLING = "Sampling"
 _ENGINE = "Engine"
@@ -81,6 +84,18 @@ def _bias(entry: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise ValueError(f"--logit-bias must be TOKEN_ID:VALUE such as 42:-100, got {entry!r}") from None
+
+
+@contextmanager
+def running_engine(model: str, config: EngineConfig) -> Iterator[TextEngine]:
+    """The engine of a command that generates, stopped at the end of it."""
+    from deepinfer.server.text_engine import load_text_engine
+
+    engine = load_text_engine(model, config)
+    try:
+        yield engine
+    finally:
+        engine.engine.close()
 
 
 def parse_numbers(text: str, field: str) -> list[int]:

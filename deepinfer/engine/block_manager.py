@@ -55,7 +55,10 @@ class BlockManager:
         return blocks
 
     def share(self, block: int) -> None:
-        """Add a reference; a free block whose content is still wanted leaves the free list."""
+        """Add a reference; a free block whose content is still wanted leaves the free list.
+
+        For a prefix cache, which finds a prompt's first blocks in the pool instead of computing them again.
+        """
         if not 0 < block < self.num_blocks:
             raise ValueError(f"block must be in [1, {self.num_blocks}), got {block}")
         if self._ref_count[block] == 0:

@@ -33,7 +33,7 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "skip_special_tokens": ((True,), "control tokens never appear in the text; ask for return_token_ids"),
 }
 _NOT_CHAT = NOT_SAMPLED | {
-    "response_format": (({"type": "text"},), "only {\"type\": \"text\"} can be guaranteed so far"),
+    "response_format": (({"type": "text"},), 'only {"type": "text"} can be guaranteed so far'),
     "functions": (([],), "use tools"),
     "function_call": (("none",), "use tool_choice"),
     "parallel_tool_calls": ((True,), "how many calls to make is the model's decision"),
@@ -48,7 +48,7 @@ _NOT_CHAT = NOT_SAMPLED | {
     "chat_template": ((), "the prompt format belongs to the model"),
     "documents": (([],), "put documents into the messages"),
     "echo": ((False,), "only /v1/completions can repeat its prompt"),
-    "continue_final_message": ((False,), "mark the last assistant message with \"prefix\": true"),
+    "continue_final_message": ((False,), 'mark the last assistant message with "prefix": true'),
     "add_generation_prompt": ((True,), "the answer always starts a new assistant turn"),
 }
 _NOT_COMPLETION = NOT_SAMPLED | {
@@ -60,7 +60,7 @@ _NOT_COMPLETION = NOT_SAMPLED | {
 # Request fields that SamplingParams has under the same name.
 _PASSED_ON = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-    "ignore_eos", "min_tokens",
+    "ignore_eos", "min_tokens", "force_topk", "golden_token_ids",
 )  # fmt: skip
 
 
@@ -94,6 +94,8 @@ class SamplingRequest(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
+    force_topk: int | None = None  # this engine's own, like the next one
+    golden_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     user: str | None = None
 

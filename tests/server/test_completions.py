@@ -96,7 +96,11 @@ def test_prompts_of_every_kind(server: Server, llm: LLM) -> None:
 
     def texts(prompt: object, n: int = 1) -> list[str]:
         answer = server.client.completions.create(
-            model=MODEL, prompt=prompt, temperature=0, max_tokens=8, n=n  # type: ignore[arg-type]
+            model=MODEL,
+            prompt=prompt,
+            temperature=0,
+            max_tokens=8,
+            n=n,  # type: ignore[arg-type]
         )
         assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
         return [choice.text for choice in answer.choices]
@@ -198,3 +202,23 @@ def test_render_shows_the_prompts(server: Server, llm: LLM) -> None:
         assert prompt["prompt"] == "<｜begin▁of▁sentence｜>" + text
     bad = server.http.post("/v1/completions/render", json={"model": MODEL, "prompt": [9999]})
     assert bad.status_code == 400 and bad.json()["error"]["param"] == "prompt"
+
+
+def test_force_topk_and_golden_token_ids(server: Server, llm: LLM) -> None:
+    """This engine's own fields, which vLLM's clients send as extras."""
+    golden = [7, 300, 41]
+    body = {"golden_token_ids": golden, "return_token_ids": True}
+    answer = server.client.completions.create(model=MODEL, prompt=PROMPT, logprobs=2, extra_body=body)
+    expected = llm.generate(PROMPT, SamplingParams(golden_token_ids=golden, logprobs=2))[0].outputs[0]
+    choice = answer.choices[0]
+    assert choice.model_extra is not None and choice.model_extra["token_ids"] == golden
+    assert choice.logprobs is not None and expected.logprobs is not None
+    assert choice.logprobs.token_logprobs == pytest.approx([item.logprob for item in expected.logprobs], abs=1e-4)
+    answer = server.client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=5, logprobs=2, temperature=1, extra_body={"force_topk": 1}
+    )
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.token_logprobs == [0.0] * 5  # the softmax has one token left
+    for wrong in ({"force_topk": 0}, {"golden_token_ids": []}, {"golden_token_ids": [10**9]}):
+        reply = server.http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT, **wrong})
+        assert reply.status_code == 400 and next(iter(wrong)) in reply.json()["error"]["message"]
