@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -36,10 +35,3 @@ class ModelInputs:
     logits_rows: Tensor
     keep_from: Tensor | None = None
     drop_rows: bool = False
-
-    def slot_mapping(self, block_size: int) -> Tensor:
-        """int64 [N]: physical token slot of every query token, block * block_size + offset."""
-        lengths = (self.query_start[1:] - self.query_start[:-1]).long()
-        rows = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        blocks = self.block_tables[rows, self.positions // block_size].long()
-        return blocks * block_size + self.positions % block_size

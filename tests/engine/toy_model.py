@@ -53,7 +53,10 @@ class ToyRunner:
         if self.poison is not None and self.poison in token_ids:
             raise RuntimeError("poisoned token")
         self.steps.append((inputs.is_prefill, len(token_ids)))
-        slots = inputs.slot_mapping(self.block_size).numpy()
+        lengths = inputs.query_start.diff()
+        tables = inputs.block_tables[torch.repeat_interleave(torch.arange(len(lengths)), lengths)].numpy()
+        block, offset = np.divmod(positions, self.block_size)
+        slots = tables[np.arange(len(positions)), block].astype(np.int64) * self.block_size + offset
         assert slots.min() >= self.block_size, "the null block was written"
         assert len(set(slots)) == len(slots), "two tokens share a physical slot"
         self.cache[slots] = token_ids

@@ -115,6 +115,32 @@ def test_scale_in_another_shard_than_its_weight(copy, weights):
     assert_same(load_weights(copy, CONFIG), weights)
 
 
+def test_values_that_wait_for_their_scale_are_copied_once(copy, monkeypatch):
+    """However many shards lie between the two."""
+    weight_map = json.loads((copy / INDEX).read_text())["weight_map"]
+    shards: dict[str, dict[str, Tensor]] = {"a.safetensors": {}, "z.safetensors": {}}
+    for file in set(weight_map.values()):
+        for name, tensor in load_file(copy / file).items():
+            scale = tensor.dtype == torch.float8_e8m0fnu
+            waits = scale or name.removesuffix("weight") + "scale" in weight_map
+            place = "z" if scale else "a" if waits else f"m{hash(name) % 3}"
+            shards.setdefault(f"{place}.safetensors", {})[name] = tensor
+        (copy / file).unlink()
+    for file, tensors in shards.items():
+        save_file(tensors, copy / file)
+    placed = {name: file for file, tensors in shards.items() for name in tensors}
+    (copy / INDEX).write_text(json.dumps({"weight_map": placed}))
+    copies, clone = [], Tensor.clone
+
+    def counted(tensor: Tensor, *arguments):
+        copies.append(tensor.shape)
+        return clone(tensor, *arguments)
+
+    monkeypatch.setattr(Tensor, "clone", counted)
+    load_weights(copy, CONFIG)
+    assert len(shards) > 3 and len(copies) == len(shards["a.safetensors"])
+
+
 def test_bf16_keeps_fp32_tensors_and_is_exact_for_quantised_ones(source, weights):
     narrow = load_weights(source, CONFIG, dtype=torch.bfloat16)
     for name, spec in parameter_specs(CONFIG).items():
@@ -325,6 +351,17 @@ def test_index_and_shard_disagree(copy):
     index["weight_map"][wrong] = files[1]
     (copy / INDEX).write_text(json.dumps(index))
     fails(copy, rf"{files[0]} holds tensor '{wrong}', which the index does not place there|'{wrong}' is missing from")
+
+
+def test_the_first_unpromised_tensor_is_named_the_same_in_every_process(copy):
+    """Names in a set have no order of their own: the message must not depend on the hash seed."""
+    index = json.loads((copy / INDEX).read_text())
+    file = sorted(set(index["weight_map"].values()))[0]
+    unpromised = sorted(name for name, place in index["weight_map"].items() if place == file)[:8]
+    for name in unpromised:
+        del index["weight_map"][name]
+    (copy / INDEX).write_text(json.dumps(index))
+    fails(copy, rf"{file} holds tensor '{unpromised[0]}', which the index does not place there")
 
 
 def test_no_checkpoint_at_the_path(tmp_path):
