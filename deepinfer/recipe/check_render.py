@@ -23,6 +23,7 @@ CONVERTERS = {
     "responses": convert_responses_request,
     "messages": convert_messages_request,
 }
+_OUR_PARSING = ("include_stop_string", "answer_open_reasoning")  # the library has no such options
 _SAMPLING = ("max_tokens", "temperature", "top_p", "logprobs", "top_logprobs", "seed")
 
 
@@ -109,8 +110,7 @@ def _actual_render(vector: Vector, request: ConversationRequest, tokenizer: Toke
 
 def _parsing_record(request: ConversationRequest) -> dict[str, Any]:
     record = _plain(asdict(request.parsing))
-    del record["include_stop_string"]  # ours; no protocol of the library asks for it
-    return record
+    return {key: value for key, value in record.items() if key not in _OUR_PARSING}
 
 
 def _inference_record(request: ConversationRequest) -> dict[str, Any]:

@@ -19,7 +19,8 @@ class ParsingOptions:
 
     ``starts_in_tool_calls``: the prompt opened a tool block (required tool choice).  ``parse_json_output``: keep only
     the JSON of the answer, without fences and text around it.  ``include_stop_string``: the stop string that ends the
-    output is part of the answer.
+    output is part of the answer.  ``answer_open_reasoning``: reasoning that the model ended its turn in, without
+    closing it, is repeated as the answer, so that no reply is empty; the public library leaves the answer empty.
     """
 
     parse_tool_calls: bool = False
@@ -28,6 +29,7 @@ class ParsingOptions:
     thinking_initial_stage: InitialStage | None = None
     stop_sequences: tuple[str, ...] = ()
     include_stop_string: bool = False
+    answer_open_reasoning: bool = False
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class StreamParser:
     def finish(self, engine_reason: str = "stop") -> list[Event]:
         """End of the output: what was held back comes out.
 
-        A model that ends by itself without closing its reasoning has said all it will say: the reasoning is repeated
-        as the answer, so that no reply is empty.  One that was cut off ("length") was still thinking.
+        With ``answer_open_reasoning``, a model that ended by itself ("stop") while reasoning has said all it will say;
+        one that was cut off ("length") was still thinking.
         """
         if self._state == "done":
             return []
@@ -67,7 +67,8 @@ class StreamParser:
             events = self._tools.finish()
         else:
             events = self._emit(self._pending.rest())
-            if self._state == "reasoning" and engine_reason == "stop" and self.reasoning.strip():
+            unanswered = self._state == "reasoning" and engine_reason == "stop" and self.reasoning.strip()
+            if unanswered and self.options.answer_open_reasoning:
                 events.append(AnswerText(self.reasoning))
         self._state = "done"
         return events

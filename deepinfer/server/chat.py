@@ -52,7 +52,7 @@ async def create_chat_completion(request: Request) -> Response:
     prepared = prepare_chat(state, raw)
     try:
         params = body.sampling_params(body.limit, body.logprob_count)
-        conversation = prepared.with_stop(body.stop_strings, body)
+        conversation = prepared.with_output(body.stop_strings, body.include_stop_str_in_output)
     except ValueError as error:
         raise from_value_error(error) from None
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)

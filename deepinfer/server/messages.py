@@ -43,7 +43,7 @@ async def create_message(request: Request) -> Response:
     room = state.text.max_model_len - len(prepared.token_ids)
     try:
         params = body.sampling_params(None if body.max_tokens is None else min(body.max_tokens, room), None)
-        conversation = prepared.with_stop(body.stop_sequences or [], body)
+        conversation = prepared.with_output(body.stop_sequences or [], body.include_stop_str_in_output)
     except ValueError as error:
         raise from_value_error(error) from None
     stream = MessagesStream(

@@ -8,7 +8,6 @@ from typing import Any
 
 from deepinfer.recipe import ConversationRequest, ConversionOptions, Prompt, encode_prompt, render
 from deepinfer.server.errors import ApiError, from_value_error
-from deepinfer.server.protocol import SamplingRequest
 from deepinfer.server.state import ServerState
 
 Convert = Callable[[dict[str, Any], ConversionOptions], ConversationRequest]
@@ -24,10 +23,14 @@ class PreparedPrompt:
     prompt: Prompt
     token_ids: list[int]
 
-    def with_stop(self, stop: list[str], request: SamplingRequest) -> ConversationRequest:
-        """The conversation, whose output ends at these strings."""
-        include = bool(request.include_stop_str_in_output)
-        parsing = replace(self.conversation.parsing, stop_sequences=tuple(stop), include_stop_string=include)
+    def with_output(self, stop: list[str], include_stop: bool | None = None) -> ConversationRequest:
+        """The conversation, its output read as this server does: it ends at these strings, and no reply is empty."""
+        parsing = replace(
+            self.conversation.parsing,
+            stop_sequences=tuple(stop),
+            include_stop_string=bool(include_stop),
+            answer_open_reasoning=True,
+        )
         return replace(self.conversation, parsing=parsing)
 
 

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
+from deepinfer.errors import EngineStoppedError
 from deepinfer.recipe import ResponsesStream, convert_responses_request
 from deepinfer.server.body import read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
@@ -67,7 +68,7 @@ async def create_response(request: Request) -> Response:
     items, prepared = prepare_response(state, raw, body, ticket.owner)
     try:
         params = body.sampling_params(body.limit, body.logprob_count)
-        conversation = prepared.with_stop(body.stop_strings, body)
+        conversation = prepared.with_output(body.stop_strings, body.include_stop_str_in_output)
     except ValueError as error:
         raise from_value_error(error) from None
     check_prompt(state, prepared.token_ids, params.max_tokens, "input", "max_output_tokens")
@@ -92,17 +93,14 @@ async def create_response(request: Request) -> Response:
         state.background.add(task)
         task.add_done_callback(state.background.discard)
         return JSONResponse(stream.response())
-    events = run(reader, merge(request, sequences), prompt_tokens, keep)
+    events = run(reader, merge(request, sequences), prompt_tokens, keep, tell=bool(body.stream))
     if body.stream:
         return event_stream(events, named=True, error_event=error_event)
     try:
         await _exhaust(events)
     except asyncio.CancelledError:  # the time for a graceful shutdown is over
         raise ApiError("the server is shutting down", status=503) from None
-    response = stream.response()
-    if response["error"] is not None:
-        raise ApiError(response["error"]["message"], status=500)
-    return JSONResponse(response)
+    return JSONResponse(stream.response())
 
 
 def settings(body: ResponsesRequest) -> dict[str, Any]:
@@ -121,9 +119,16 @@ def settings(body: ResponsesRequest) -> dict[str, Any]:
 
 
 async def run(
-    reader: RecipeReader[ResponsesStream], deltas: Deltas, prompt_tokens: int, keep: Callable[[dict[str, Any]], None]
+    reader: RecipeReader[ResponsesStream],
+    deltas: Deltas,
+    prompt_tokens: int,
+    keep: Callable[[dict[str, Any]], None],
+    tell: bool = True,
 ) -> AsyncGenerator[Event, None]:
-    """The events of a response.  However it ends, `keep` gets the response as it ended."""
+    """The events of a response.  However it ends, `keep` gets the response as it ended.
+
+    A failure becomes the last event if `tell`, and is raised otherwise.
+    """
     stream = reader.stream
     try:
         for event in stream.start(prompt_tokens):
@@ -133,9 +138,13 @@ async def run(
                 yield event
     except ClientDisconnect:
         raise
-    except Exception:
-        logger.exception("a response failed")
-        for event in stream.fail("internal server error"):
+    except Exception as error:
+        stopped = isinstance(error, EngineStoppedError)
+        failure = stream.fail("the engine is not running" if stopped else "internal server error")
+        if not tell:
+            raise
+        logger.error("a response failed", exc_info=None if stopped else error)
+        for event in failure:
             yield event
     finally:
         await deltas.aclose()

@@ -80,6 +80,8 @@ def read(options: ParsingOptions, pieces: list[str]) -> dict:
         thinking_initial_stage=st.sampled_from(
             [None, "ReasoningStart", "ReasoningContinuation", "ContentContinuation"]
         ),
+        answer_open_reasoning=st.booleans(),
+        include_stop_string=st.booleans(),
         stop_sequences=st.sampled_from([(), ("STOP",), ("ab", "b"), ("\n\n", "STOPa")]),
     ),
 )
@@ -180,3 +182,14 @@ def test_json_mode_keeps_the_json() -> None:
     options = ParsingOptions(parse_json_output=True)
     assert read(options, ['Here you are:\n```json\n{"a": 1}\n```\nBye.'])["answer"] == ' {"a": 1} '
     assert read(options, ['{"a": "```"}'])["answer"] == '{"a": "```"}'
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+def test_reasoning_that_is_never_closed(repeat: bool) -> None:
+    options = ParsingOptions(thinking_initial_stage="ReasoningStart", answer_open_reasoning=repeat)
+    out = read(options, ["\nGood mor", "ning!"])
+    assert (out["reasoning"], out["answer"]) == ("Good morning!", "Good morning!" if repeat else "")
+    assert read(options, ["\n\n"])["answer"] == "" and read(options, ["a</think>"])["answer"] == ""
+    parser = StreamParser(options)
+    parser.push("Good mor")
+    assert parser.finish("length") == [], "it was cut off, and said nothing yet"

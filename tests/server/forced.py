@@ -9,6 +9,7 @@ from deepinfer.recipe import (
     ConversationRequest,
     ConversionOptions,
     MessagesStream,
+    Prompt,
     ResponsesStream,
     Tokenizer,
     convert_chat_request,
@@ -17,6 +18,7 @@ from deepinfer.recipe import (
 )
 from deepinfer.server.chat import ChatChoice
 from deepinfer.server.messages import MessageReader, new_call_id
+from deepinfer.server.prompts import PreparedPrompt
 from deepinfer.server.recipe_reader import RecipeReader
 from deepinfer.server.text_engine import Delta
 
@@ -41,7 +43,11 @@ def force(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def request(protocol: str, thinking: bool = False, tools: Sequence[str] = ()) -> ConversationRequest:
-    """A converted request of this protocol."""
+    """A request of this protocol, as its route makes it."""
+    return PreparedPrompt(convert(protocol, thinking, tools), Prompt(""), []).with_output([])
+
+
+def convert(protocol: str, thinking: bool, tools: Sequence[str]) -> ConversationRequest:
     options = ConversionOptions({"m": "v4.1"}, default_thinking=thinking)
     user = {"role": "user", "content": "hi"}
     if protocol == "chat":

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer.errors import EngineStoppedError
 from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import ParsingOptions, StopStrings, StreamParser, Tokenizer
@@ -263,7 +264,10 @@ def test_sglang_4707_usage_is_the_same_streamed_or_not(server: Server, path: str
 def test_sglang_36855_internal_settings_are_no_request_fields(server: Server, path: str) -> None:
     body = {"model": MODEL, "temperature": 0, "ignore_eos": True, **ROUTES[path]}
     body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 5
-    internal = {"golden_token_ids": [50] * 5, "force_topk": 1, "bootstrap_host": "2.2.2.2", "request_id": "x"}
+    internal = {
+        "bootstrap_host": "2.2.2.2", "request_id": "x", "owner": "0", "is_prefill": False, "state_slot": 0,
+        "block_table": [0], "num_computed_tokens": 9, "yoco_prefill_truncation_mode": "mask", "num_blocks": 1,
+    }  # fmt: skip
 
     def answer(extra: dict[str, Any]) -> str:
         got = server.http.post(path, json=body | extra)
@@ -326,7 +330,9 @@ def test_vllm_48874_system_text_after_a_user_turn_stands_at_its_place(server: Se
         assert server.http.post("/v1/messages", json=body | {"stream": stream}).status_code == 200
 
 
-def test_a_response_that_fails_says_so_in_its_stream(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("the step failed"), EngineStoppedError("it died")])
+@pytest.mark.parametrize("tell", [True, False])
+def test_a_response_that_fails_says_so(tokenizer: Tokenizer, error: Exception, tell: bool) -> None:
     """No report: the counterpart of 54947, when the engine rather than the client goes away."""
     reader = open_reader("responses", request("responses"), tokenizer)
     kept: list[dict[str, Any]] = []
@@ -334,12 +340,17 @@ def test_a_response_that_fails_says_so_in_its_stream(tokenizer: Tokenizer) -> No
     async def deltas() -> AsyncGenerator[Any, None]:
         for token_id in force(tokenizer, "half an ans"):
             yield 0, Delta([token_id], [reader.push(token_id, None)[0]])
-        raise RuntimeError("the step failed")
+        raise error
 
     async def read() -> list[dict[str, Any]]:
-        return [event async for event in run(reader, deltas(), 3, kept.append)]
+        return [event async for event in run(reader, deltas(), 3, kept.append, tell)]
 
-    events = asyncio.run(read())
-    assert events[-1]["type"] == "response.failed" and events[-1]["response"]["status"] == "failed"
-    assert kept[0]["error"] == {"code": "server_error", "message": "internal server error"}
+    if tell:
+        last = asyncio.run(read())[-1]
+        assert last["type"] == "response.failed" and last["response"] == kept[0]
+    else:
+        with pytest.raises(type(error)):
+            asyncio.run(read())
+    message = "the engine is not running" if isinstance(error, EngineStoppedError) else "internal server error"
+    assert kept[0]["status"] == "failed" and kept[0]["error"] == {"code": "server_error", "message": message}
     assert kept[0]["output"][0]["content"][0]["text"] == "half an ans"
