@@ -227,6 +227,7 @@ def test_stop_ends_the_request(page: Page, by: str) -> None:
     page.server.wait_for("deepinfer:request_success_total", aborted + 1, finished_reason="abort")
     assert page.text(".markdown") == text and page.text(".figures").endswith("stopped")
     assert page.one("#announce").text == "Stopped" and not page.one(".error").is_displayed()
+    assert page.driver.switch_to.active_element.get_attribute("id") == "prompt"
     page.set(max_tokens="4").ask("And then?")  # the conversation goes on
     assert len(page.all(".message")) == 4 and page.text(".markdown")
 
@@ -506,8 +507,15 @@ def test_a_server_that_is_gone_is_said_to_be(page: Page, checkpoint: Path) -> No
     other = start_server(checkpoint)
     page.driver.get(other.url + "/status")
     page.until(lambda: page.text("#health") == "ready")
+    status = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    page.driver.get(other.url)
+    page.until(lambda: page.all("#model option"))
     other.process.terminate()
     other.process.wait(timeout=30)
+    page.ask("Hello")
+    assert page.text(".error") == "the server does not answer"
+    page.driver.switch_to.window(status)
     page.until(lambda: page.text("#health") == "the server does not answer")
 
 

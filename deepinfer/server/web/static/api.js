@@ -21,7 +21,9 @@ async function request(path, options = {}) {
   const headers = { ...options.headers };
   // A header can hold only Latin-1; any other key is wrong anyway, and the server should be the one to say so.
   if (getKey()) headers.Authorization = `Bearer ${getKey().replace(/[^\x21-\x7e]/g, "?")}`;
-  const response = await fetch(path, { cache: "no-store", ...options, headers });
+  const response = await fetch(path, { cache: "no-store", ...options, headers }).catch((error) => {
+    throw error instanceof TypeError ? new ServerError("the server does not answer", 0) : error;
+  });
   if (!response.ok) {
     const body = await response.json().catch(() => null);
     throw new ServerError(body?.error?.message ?? `${response.status} ${response.statusText}`, response.status);

@@ -49,6 +49,7 @@ async function ask() {
   show();
   if (answer.error) announce("");
   else announce(answer.finish_reason === "stopped" ? "Stopped" : "Answer complete");
+  if (document.activeElement === document.body) $("prompt").focus(); // the Stop button had the focus, and is gone
 }
 
 async function fail(answer, error) {
