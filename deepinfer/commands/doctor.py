@@ -195,8 +195,7 @@ def check_gpu() -> Iterator[Check]:
 
 def check_optional() -> Iterator[Check]:
     wanted = {
-        "triton": "GPU kernels, extra `gpu`",
-        "tilelang": "GPU kernels, extra `gpu`",
+        "triton": "training on a GPU, extra `gpu`",
         "transformers": "only for `deepinfer bench throughput`, extra `dev`",
     }
     for package, purpose in wanted.items():
