@@ -26,9 +26,9 @@ ALLOWED = {
     "engine": HOST,
     "recipe": set(),
     "llm": HOST | {"recipe"},
-    "train": SHARED | {"models", "kernels", "recipe"},
+    "train": SHARED | {"models", "kernels", "recipe", "llm", "params", "bench"},  # answers questions, records results
     "server": HOST | {"recipe", "llm"},
-    "bench": HOST | {"recipe", "llm", "train", "server"},
+    "bench": HOST | {"recipe", "llm", "server"},
     "commands": HOST | {"recipe", "llm", "train", "server", "bench"},
     "cli": {"commands", "envs"},
 }

@@ -28,7 +28,7 @@ install_torch = load_script("install_torch")
 def test_every_dependency_has_a_lower_and_an_upper_bound() -> None:
     requirements = PROJECT["dependencies"] + sum(PROJECT["optional-dependencies"].values(), [])
     for requirement in requirements:
-        assert re.fullmatch(r"[\w\[\]-]+>=[\d.]+,<[\d.]+(; .+)?", requirement), requirement
+        assert re.fullmatch(r"[\w\[\]-]+(>=[\d.]+,<[\d.]+|==[\d.]+)(; .+)?", requirement), requirement
 
 
 def test_core_dependencies_need_no_triton() -> None:
