@@ -14,10 +14,55 @@ if TYPE_CHECKING:
     from deepinfer.config.model import ModelConfig
 
 INT_LIMIT = 2**63
-MAX_SINKHORN_ITERATIONS = 1000
 MAX_BUCKETS = 2**31 - 1  # of one Engram head; its primes are searched from here
 MAX_ENGRAM_HEADS = 256
 NGRAM_SIZES = range(2, 5)  # the hash has multipliers for four tokens
+
+# Most that a key may be: far above any model, and small enough that nothing overflows or hangs before it is refused.
+LIMITS: dict[str, int | float] = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 17,
+    "num_hidden_layers": 1 << 12,
+    "moe_intermediate_size": 1 << 20,
+    "intermediate_size": 1 << 20,
+    "num_attention_heads": 1 << 12,
+    "head_dim": 1 << 14,
+    "q_lora_rank": 1 << 17,
+    "o_lora_rank": 1 << 17,
+    "n_routed_experts": 1 << 16,
+    "index_n_heads": 1 << 12,
+    "index_head_dim": 1 << 14,
+    "index_topk": 1 << 20,
+    "sliding_window": 1 << 20,
+    "candidate_topk_blocks": 1 << 30,
+    "candidate_block_size": 1 << 20,
+    "hc_mult": 64,
+    "hc_sinkhorn_iters": 1000,
+    "max_position_embeddings": 1 << 30,
+    "original_max_position_embeddings": 1 << 30,
+    "engram_head_dim": 1 << 14,
+    "num_nextn_predict_layers": 1 << 10,
+    "dspark_block_size": 1 << 10,
+    "dspark_markov_rank": 1 << 17,
+    "dspark_n_routed_experts": 1 << 16,
+    "sparse_ratio": 1 << 10,
+    "heavy_ratio": 1 << 10,
+    "patch_size": 1 << 10,
+    "downsample_ratio": 1 << 6,
+    "max_image_tokens": 1 << 20,
+    "min_pixels": 1 << 40,
+    "routed_scaling_factor": 1e4,
+    "swiglu_limit": 1e30,
+    "rms_norm_eps": 1.0,
+    "hc_eps": 1.0,
+    "initializer_range": 1e4,
+    "rope_theta": 1e15,
+    "compress_rope_theta": 1e15,
+    "factor": 1e6,
+    "beta_fast": 1e6,
+    "beta_slow": 1e6,
+    "max_wh_ratio": 1e6,
+}
 
 
 def require(condition: bool, name: str, value: Any, allowed: str) -> None:
@@ -47,7 +92,7 @@ TYPES = {
 
 
 def check_types(config: Any, prefix: str = "") -> None:
-    """Every field of a config dataclass has the type of its annotation; numbers are finite."""
+    """Every field of a config dataclass has the type of its annotation; numbers are finite and within LIMITS."""
     for field in fields(config):
         kind = str(field.type)
         optional = kind.endswith(" | None")
@@ -55,6 +100,8 @@ def check_types(config: Any, prefix: str = "") -> None:
         if kind.removesuffix(" | None") in TYPES and not (optional and value is None):
             fits, allowed = TYPES[kind.removesuffix(" | None")]
             require(fits(value), prefix + field.name, value, allowed + (" or null" if optional else ""))
+            limit = LIMITS.get(field.name)
+            require(limit is None or value <= limit, prefix + field.name, value, f"at most {limit}")
 
 
 def check_object(value: Any, name: str) -> dict[str, Any]:
@@ -113,10 +160,10 @@ def check_common(config: Any) -> None:
             "tie_word_embeddings": False,
         },
     )
-    iterations = config.hc_sinkhorn_iters
-    require(
-        iterations <= MAX_SINKHORN_ITERATIONS, "hc_sinkhorn_iters", iterations, f"at most {MAX_SINKHORN_ITERATIONS}"
-    )
+    for name in ("rope_theta", "compress_rope_theta"):
+        require(getattr(config, name) > 1, name, getattr(config, name), "a number above 1")
+    positions = config.max_position_embeddings
+    require(positions >= 2, "max_position_embeddings", positions, "at least 2: one of the prompt, one of the answer")
     experts, heads = config.n_routed_experts, config.num_attention_heads
     require(
         config.num_experts_per_tok <= experts,

@@ -156,15 +156,14 @@ def collect_weights(
             continue
         parameter, place = place_of(name, config)
         _check_tensor(name, tensor, parameter, parameter in shapes)
-        if parameter not in weights:
-            kept = in_memory_dtype(parameter, dtype)
-            weights[parameter] = torch.empty(shapes[parameter], dtype=kept, device=device)
         if place and isinstance(place[0], int) and place[0] >= config.n_routed_experts:
             raise ValueError(f"model: tensor {name!r}: expert {place[0]}, allowed: 0..{config.n_routed_experts - 1}")
-        target = weights[parameter][place]
-        if target.shape != tensor.shape:
-            raise ValueError(f"model: tensor {name!r} has shape {list(tensor.shape)}, expected {list(target.shape)}")
-        target.copy_(tensor)
+        expected = torch.empty(shapes[parameter], device="meta")[place].shape
+        if expected != tensor.shape:
+            raise ValueError(f"model: tensor {name!r} has shape {list(tensor.shape)}, expected {list(expected)}")
+        if parameter not in weights:
+            weights[parameter] = _allocate(parameter, shapes[parameter], dtype, device)
+        weights[parameter][place].copy_(tensor)
         missing[parameter] -= tensor.numel()
         if missing[parameter] < 0:
             raise ValueError(f"model: tensor {name!r} is in the checkpoint twice, under two spellings")
@@ -175,6 +174,15 @@ def collect_weights(
         if name.endswith("tid2eid") and not 0 <= int(table.min()) <= int(table.max()) < config.n_routed_experts:
             raise ValueError(f"model: tensor {name!r} names experts outside 0..{config.n_routed_experts - 1}")
     return weights
+
+
+def _allocate(parameter: str, shape: Shape, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    kept = in_memory_dtype(parameter, dtype)
+    try:
+        return torch.empty(shape, dtype=kept, device=device)
+    except RuntimeError:  # a stack of more experts than the checkpoint has
+        size = prod(shape) * kept.itemsize
+        raise ValueError(f"model: {parameter!r} of {list(shape)} needs {size:,} bytes, more than there are") from None
 
 
 def in_memory_dtype(parameter: str, dtype: torch.dtype) -> torch.dtype:

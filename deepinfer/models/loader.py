@@ -300,25 +300,33 @@ def _check(
     """Compares the headers with the config; returns the wanted parameters and file tensors."""
     found = {name: entry for header in headers.values() for name, entry in header.items()}
     every = parameter_specs(config)
-    known: dict[str, TensorSpec] = {}
+    known: set[str] = set()
+    wanted: dict[str, TensorSpec] = {}
     for spec in every.values():
         if spec.name.endswith("attn.wo_a.weight") and found.get(spec.name, ((), ""))[1] == "BF16":
             spec = every[spec.name] = replace(spec, storage="bf16")  # converted checkpoints store it widened
-        known.update({tensor.name: tensor for tensor in stored_tensors(spec)})
-    wanted = {name: t for name, t in known.items() if include is None or include(t.parameter)}
-    for name, tensor in wanted.items():
-        if name not in found:
-            raise ValueError(f"model: tensor {name!r} is missing from the checkpoint")
-        shape, dtype = found[name]
-        if shape != tensor.shape:
-            raise ValueError(f"model: tensor {name!r} has shape {list(shape)}, expected {list(tensor.shape)}")
-        if dtype not in FILE_DTYPES[tensor.storage]:
-            allowed = " or ".join(FILE_DTYPES[tensor.storage])
-            raise ValueError(f"model: tensor {name!r} has dtype {dtype}, expected {allowed}")
-    for name in sorted(found.keys() - known.keys()):
+        is_wanted = include is None or include(spec.name)
+        for tensor in stored_tensors(spec):  # one at a time: a config with too many experts ends at the first of them
+            known.add(tensor.name)
+            if is_wanted:
+                _check_tensor(tensor, found.get(tensor.name))
+                wanted[tensor.name] = tensor
+    for name in sorted(found.keys() - known):
         raise ValueError(f"model: tensor {name!r} is in the checkpoint but not in the model that config.json describes")
     parameters = {tensor.parameter for tensor in wanted.values()}
     return {name: spec for name, spec in every.items() if name in parameters}, wanted
+
+
+def _check_tensor(tensor: TensorSpec, found: tuple[Shape, str] | None) -> None:
+    """Compares a tensor with its entry in the headers."""
+    if found is None:
+        raise ValueError(f"model: tensor {tensor.name!r} is missing from the checkpoint")
+    shape, dtype = found
+    if shape != tensor.shape:
+        raise ValueError(f"model: tensor {tensor.name!r} has shape {list(shape)}, expected {list(tensor.shape)}")
+    if dtype not in FILE_DTYPES[tensor.storage]:
+        allowed = " or ".join(FILE_DTYPES[tensor.storage])
+        raise ValueError(f"model: tensor {tensor.name!r} has dtype {dtype}, expected {allowed}")
 
 
 def _get(shard: safe_open, name: str, tensor: TensorSpec, path: Path) -> Tensor:

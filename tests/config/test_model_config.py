@@ -400,3 +400,44 @@ def test_missing_file_is_named(tmp_path):
 def test_the_config_is_checked_whenever_it_is_made():
     with pytest.raises(ValueError, match="o_groups"):
         replace(FLASH, o_groups=7)
+
+
+# ------------------------------------------------------------------ values that no model has
+
+
+@pytest.mark.parametrize("value", [2**31, 2**62])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "vocab_size hidden_size num_hidden_layers moe_intermediate_size num_attention_heads head_dim q_lora_rank"
+        ).split(),
+        *("o_lora_rank n_routed_experts index_n_heads index_head_dim index_topk sliding_window hc_mult").split(),
+        *("hc_sinkhorn_iters max_position_embeddings candidate_topk_blocks candidate_block_size").split(),
+        *("engram_head_dim num_nextn_predict_layers dspark_block_size dspark_markov_rank").split(),
+        *("dspark_n_routed_experts routed_scaling_factor rms_norm_eps hc_eps").split(),
+    ],
+)
+def test_absurd_sizes_are_refused_at_once(name: str, value: int) -> None:
+    raw = tiny_config(2).to_dict()
+    raw["text_config"][name] = value
+    with pytest.raises(ValueError, match=rf"^config: {name} is {value}, allowed: at most") as error:
+        ModelConfig.from_dict(raw)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("routed_scaling_factor", 1e300),
+        ("swiglu_limit", 1e300),
+        ("rope_theta", 1e300),
+        ("rope_theta", 1),
+        ("compress_rope_theta", 1),
+        ("compress_rope_theta", 0.5),
+        ("max_position_embeddings", 1),
+    ],
+)
+def test_values_that_break_the_arithmetic_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^config: {name} is"):
+        tiny_config(**{name: value})

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,14 @@ from deepinfer.models import loader
 from deepinfer.models.checkpoint_format import parameter_specs
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.inputs import ModelInputs
-from deepinfer.models.loader import is_engram_table, is_text, load_packed_tables, load_quantized, load_weights
+from deepinfer.models.loader import (
+    is_engram_table,
+    is_routed_expert,
+    is_text,
+    load_packed_tables,
+    load_quantized,
+    load_weights,
+)
 from deepinfer.models.registry import build_deepseek_v41
 from deepinfer.models.writer import write_synthetic
 from tests.configs import TINY_VISION, tiny_config, tiny_token_map
@@ -367,3 +375,9 @@ def test_the_first_unpromised_tensor_is_named_the_same_in_every_process(copy):
 def test_no_checkpoint_at_the_path(tmp_path):
     fails(tmp_path, r"neither model\.safetensors\.index\.json nor model\.safetensors in")
     fails(tmp_path / "absent", r"neither model\.safetensors\.index\.json nor model\.safetensors in")
+
+
+def test_more_experts_than_the_checkpoint_has_end_at_the_first_missing_one(source):
+    config = replace(CONFIG, n_routed_experts=1 << 16, num_experts_per_tok=2)
+    with pytest.raises(ValueError, match=r"'layers\.0\.ffn\.experts\.8\.w1\.weight' is missing"):
+        load_quantized(source, config, include=is_routed_expert)

@@ -20,7 +20,7 @@ from deepinfer.models.layers.step import StepMetadata
 class Sharing:
     """What layers hand to later layers within one step."""
 
-    selected_slots: Tensor | None = None  # int32 [N, index_topk] physical slots of the latest index source
+    selected_slots: Tensor | None = None  # int32 [N, at most index_topk] physical slots of the latest index source
     candidates: Tensor | None = None  # bool [N, blocks] kept by the candidate source
 
 
@@ -56,7 +56,8 @@ class Indexer:
             sharing.candidates = self._candidates(scores, visible, config)
         if self.plan.reads_candidates and sharing.candidates is not None:
             scores = ops.mask_to_candidates(scores, sharing.candidates, config.candidate_block_size)
-        positions = ops.top_k_positions(scores, config.index_topk)
+        # A short context has fewer positions than a selection may have; one column stays, for the kernels' sake.
+        positions = ops.top_k_positions(scores, min(config.index_topk, max(scores.shape[1], 1)))
         sharing.selected_slots = step.cache_slots(positions, keys.shape[1])
 
     @staticmethod
