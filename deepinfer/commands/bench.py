@@ -79,6 +79,25 @@ def host(
         print(f"wrote {results.save('host_overhead', records)}")
 
 
+@app.command(epilog=examples("deepinfer bench overhead", "deepinfer bench overhead --streams 32 --save"))
+def overhead(
+    model: str = typer.Option("nano", help="`nano` or a checkpoint folder."),
+    streams: int = typer.Option(32, min=1, help="Streams at once."),
+    tokens: int = typer.Option(100, min=2, help="Tokens of each."),
+    rounds: int = typer.Option(5, min=1, help="Runs of both, alternating; medians are reported."),
+    save: bool = typer.Option(False, "--save", help="Write benchmarks/results/server_overhead.json."),
+) -> None:
+    """What the server adds to a step of the engine, beside the offline engine in the same run."""
+    from deepinfer.bench import results, server_overhead
+
+    command = f"deepinfer bench overhead --model {model} --streams {streams} --tokens {tokens} --rounds {rounds}"
+    records = server_overhead.measure(model, streams, tokens, rounds, command)
+    for record in records:
+        print(f"{record.name}: {record.value:.3f} {record.unit}")
+    if save:
+        print(f"wrote {results.save('server_overhead', records)}")
+
+
 @app.command(epilog=examples("deepinfer bench report", "deepinfer bench report throughput --update"))
 def report(
     area: str = typer.Argument("all", help="File name in benchmarks/results without .json, or `all`."),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -223,3 +225,36 @@ def test_rate_of_a_key() -> None:
         admission.admit(ticket("a", str(number)), 1)
     with pytest.raises(ApiError):
         admission.admit(ticket("a", "9"), 1)
+
+
+async def _count_tokens(url: str, number: int) -> int:
+    """Completion tokens of one stream, as its pieces carry them."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(LONG | {"prompt": [5, 4 + number % 500], "max_tokens": 8, "return_token_ids": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    answer = (await reader.read()).decode()
+    writer.close()
+    assert answer.startswith("HTTP/1.1 200") and "data: [DONE]" in answer, answer[:500]
+    events = [json.loads(event) for event in re.findall(r"data: (\{.*\})", answer)]
+    return sum(len(event["choices"][0]["token_ids"]) for event in events)
+
+
+@pytest.mark.slow
+def test_a_thousand_streams_at_once(checkpoint: Path) -> None:
+    """None is refused, none is lost, all get every token; the files that they keep open are within the limit."""
+    server = start_server(checkpoint, "--served-model-name", MODEL, "--max-num-seqs", "64", "--max-queue", "1000")
+
+    async def main() -> list[int]:
+        streams = [asyncio.create_task(_count_tokens(server.url, number)) for number in range(1000)]
+        counts = await asyncio.gather(*streams)
+        return list(counts)
+
+    try:
+        assert asyncio.run(asyncio.wait_for(main(), 280)) == [8] * 1000
+        assert server.metric("deepinfer:request_success_total", finished_reason="length") == 1000
+        assert server.metric("deepinfer:kv_cache_usage_perc") == 0
+    finally:
+        server.process.terminate()
+        server.process.wait(30)
