@@ -58,6 +58,9 @@ def serving(model: str, num_streams: int, *options: str) -> Iterator[ServerProce
         match = re.search(r"http://[^:]+:(\d+)/v1", process.stdout.readline())
         if match is None:
             raise RuntimeError("the server did not start")
+        # It says where it will listen a moment before it does.
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
+            client.get(f"http://127.0.0.1:{match[1]}/ready", timeout=60)
         yield ServerProcess(process.pid, int(match[1]))
     finally:
         process.terminate()
