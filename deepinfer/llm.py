@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.config.model_v4 import ModelConfigV4
+from deepinfer.config.reading import control_ids, read_model_config
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import load_engine, resolve_model
 from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import Detokenizer, StopStrings, Tokenizer
+from deepinfer.recipe.conversation import ModelVersion
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -40,8 +43,8 @@ class LLM:
             known = ", ".join(EngineConfig.__dataclass_fields__)
             raise ValueError(f"unknown engine option {', '.join(sorted(unknown))}; known are {known}")
         config = config or EngineConfig(**engine_options)
-        tokenizer_file = resolve_model(model) / "tokenizer.json"
-        tokenizer = Tokenizer.from_file(tokenizer_file) if tokenizer_file.is_file() else None
+        path = resolve_model(model)
+        tokenizer = load_tokenizer(path) if (path / "tokenizer.json").is_file() else None
         self._setup(load_engine(model, config), tokenizer)
 
     @classmethod
@@ -114,6 +117,15 @@ class LLM:
         if not prompt:
             raise ValueError("prompts must not be empty")
         return [self.tokenizer.control_id("bos"), *self.tokenizer.encode_text(prompt)]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of the checkpoint folder at `path`. Raises ValueError if it is bad or contradicts config.json."""
+    config = read_model_config(path)
+    version: ModelVersion = "v4" if isinstance(config, ModelConfigV4) else "v4.1"
+    tokenizer = Tokenizer.from_file(path / "tokenizer.json", version)
+    tokenizer.check_model(config.vocab_size, control_ids(config))
+    return tokenizer
 
 
 def _is_one_prompt(prompts: Any) -> bool:

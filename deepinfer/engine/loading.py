@@ -18,11 +18,16 @@ def resolve_model(model: str | Path) -> Path:
     Raises ValueError if there is no folder with a config.json.
     """
     packaged = Path(deepinfer.__file__).parent / "checkpoints"
-    path = packaged / model if str(model) in PACKAGED_MODELS else Path(model)
-    if not (path / "config.json").is_file():
-        names = ", ".join(map(repr, PACKAGED_MODELS))
-        raise ValueError(f"model must be {names} or a folder with a config.json, got {str(model)!r}")
-    return path
+    path = None
+    if isinstance(model, str | Path):
+        path = packaged / model if str(model) in PACKAGED_MODELS else Path(model)
+    try:
+        if path is not None and (path / "config.json").is_file():
+            return path
+    except OSError:  # a name that no file may have
+        pass
+    names = ", ".join(map(repr, PACKAGED_MODELS))
+    raise ValueError(f"model must be {names} or a folder with a config.json, got {str(model)!r}")
 
 
 def check_device(device: str) -> None:

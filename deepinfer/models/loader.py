@@ -254,11 +254,11 @@ def shard_names(path: Path) -> dict[str, list[str] | None]:
             raise ValueError(f"model: neither {INDEX_NAME} nor {SINGLE_NAME} in {path}")
         return {SINGLE_NAME: None}
     try:
-        weight_map = json.loads(index_path.read_text())["weight_map"]
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         items = [(file, name) for name, file in weight_map.items()]
         if not all(isinstance(file, str) for file, _ in items):
             raise TypeError("weight_map values must be file names")
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"model: {index_path} is not a valid index: {type(error).__name__}: {error}") from None
     shards: dict[str, list[str] | None] = {}
     for file, name in sorted(items):
@@ -272,12 +272,13 @@ def shard_names(path: Path) -> dict[str, list[str] | None]:
 
 def open_shard(path: Path) -> safe_open:
     """An open safetensors file. Raises ValueError naming it if it is missing, truncated or corrupt."""
-    if not path.is_file():
-        raise ValueError(f"model: shard {path} is missing")
     try:
+        if not path.is_file():
+            raise ValueError(f"model: shard {path} is missing")
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"model: shard {path} is truncated or corrupt: {error}") from None
+        problem = error.strerror if isinstance(error, OSError) and error.strerror else error  # not the path again
+        raise ValueError(f"model: shard {path} is truncated or corrupt: {problem}") from None
 
 
 def _read_header(path: Path, promised: list[str] | None) -> Header:

@@ -64,9 +64,19 @@ def load_deepseek_v41(path: Path, dtype: torch.dtype, device: torch.device | str
             raise ValueError(
                 f"model: no tokenizer.json in {path}; engram_layer_ids need it for the compressed token map"
             )
-        compressed = compressed_token_map(Tokenizer.from_file(str(tokenizer_file)))
-        if len(compressed) > config.vocab_size:
-            raise ValueError(f"tokenizer.json has {len(compressed)} tokens, config vocab_size is {config.vocab_size}")
+        try:
+            tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"tokenizer: {tokenizer_file}: cannot be read: {error}") from None
+        largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= config.vocab_size:
+            raise ValueError(
+                f"tokenizer: {tokenizer_file}: a token has ID {largest}, but the model's vocab_size is "
+                f"{config.vocab_size}"
+            )
+        compressed = compressed_token_map(tokenizer)
+        if not len(compressed):
+            raise ValueError(f"tokenizer: {tokenizer_file}: has no tokens")
         if int(compressed.max()) + 1 != config.engram_compressed_vocab_size:
             raise ValueError(
                 f"config: engram_compressed_vocab_size is {config.engram_compressed_vocab_size}, "

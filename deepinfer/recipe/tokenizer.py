@@ -1,7 +1,7 @@
 """Byte-level BPE tokenizer loaded from a tokenizer.json, with control tokens kept apart from ordinary text."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import tokenizers
 from deepinfer.recipe.control_tokens import CONTROL_TOKENS, REQUIRED_ROLES
 from deepinfer.recipe.conversation import ModelVersion
 from deepinfer.recipe.segments import SegmentCache, can_be_cut, cut
+from deepinfer.recipe.tokenizer_file import read_definition, read_vocabulary
 
 
 class Tokenizer:
@@ -30,15 +31,15 @@ class Tokenizer:
         ``spelling`` overrides CONTROL_TOKENS for roles that this file spells otherwise.  Raises ValueError when the
         file is not a byte-level BPE tokenizer, or lacks a control token that prompts of ``model_version`` need.
         """
-        if definition.get("model", {}).get("type", "BPE") != "BPE" or not _is_byte_level(definition.get("decoder")):
-            raise ValueError("tokenizer: model must be BPE with a ByteLevel decoder")
-        added = {token["content"]: int(token["id"]) for token in definition.get("added_tokens", [])}
-        vocabulary: dict[str, int] = definition["model"]["vocab"]
+        vocabulary = read_vocabulary(definition)
+        added = vocabulary.added
+        self.model_version: ModelVersion = model_version
         self.added_ids = frozenset(added.values())
         self.control_ids = _find_control_ids(added, {**CONTROL_TOKENS, **(spelling or {})}, model_version)
         self.roles = {token_id: role for role, token_id in self.control_ids.items()}
-        self.token_bytes = _token_bytes(vocabulary, added)
+        self.token_bytes = _token_bytes(vocabulary.model, added)
         self.vocab_size = len(self.token_bytes)
+        self.longest_token = max(map(len, self.token_bytes), default=0)  # bytes
         self._plain = _plain_tokenizer(definition, added)
         self._can_be_cut = can_be_cut(definition)
         self._cache = SegmentCache()
@@ -47,14 +48,24 @@ class Tokenizer:
     def from_file(
         cls, path: str | Path, model_version: ModelVersion = "v4.1", spelling: Mapping[str, str] | None = None
     ) -> "Tokenizer":
-        """Load a tokenizer.json.  Raises ValueError as ``Tokenizer`` does, or when the file cannot be read."""
+        """Load a tokenizer.json.  Raises ValueError as ``Tokenizer`` does, naming the file."""
         try:
-            definition = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"tokenizer: cannot read {path}: {error}") from error
-        if not isinstance(definition, dict) or "vocab" not in definition.get("model", {}):
-            raise ValueError(f"tokenizer: {path} is not a tokenizer.json with a vocabulary")
-        return cls(definition, model_version, spelling)
+            return cls(read_definition(path), model_version, spelling)
+        except ValueError as error:
+            raise ValueError(f"tokenizer: {path}: {error}") from None
+
+    def check_model(self, vocab_size: int, control_ids: Mapping[str, Collection[int]]) -> None:
+        """Raise ValueError unless a model of ``vocab_size`` tokens, with these IDs by role, can use this tokenizer."""
+        if self.vocab_size > vocab_size:
+            token_id = self.vocab_size - 1
+            text = self.token_bytes[token_id].decode("utf-8", errors="replace")
+            raise ValueError(f"tokenizer: token {text!r} has ID {token_id}, but the model's vocab_size is {vocab_size}")
+        for role, allowed in control_ids.items():
+            if role in self.control_ids and self.control_ids[role] not in allowed:
+                raise ValueError(
+                    f"config: {role}_token_id is {', '.join(map(str, allowed)) or None}, "
+                    f"but tokenizer.json's {role} token has ID {self.control_ids[role]}"
+                )
 
     def control_id(self, role: str) -> int:
         """Token ID of a control token.  Raises ValueError when this tokenizer has none of that role."""
@@ -92,17 +103,11 @@ class Tokenizer:
         return self.token_bytes[token_id]
 
 
-def _is_byte_level(part: Mapping[str, Any] | None) -> bool:
-    if not part:
-        return False
-    return part.get("type") == "ByteLevel" or any(map(_is_byte_level, part.get("decoders", [])))
-
-
 def _find_control_ids(added: Mapping[str, int], spelling: Mapping[str, str], version: ModelVersion) -> dict[str, int]:
     found = {role: added[text] for role, text in spelling.items() if text in added}
     missing = [f"{role} ({spelling[role]})" for role in REQUIRED_ROLES[version] if role not in found]
     if missing:
-        raise ValueError(f"tokenizer lacks control tokens that {version} prompts need: {', '.join(missing)}")
+        raise ValueError(f"lacks control tokens that {version} prompts need: {', '.join(missing)}")
     return found
 
 
@@ -115,7 +120,7 @@ def _plain_tokenizer(definition: Mapping[str, Any], added: Mapping[str, int]) ->
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(plain))
     except Exception as error:  # the library raises bare Exception, here also when a merge makes an added token
-        raise ValueError(f"tokenizer: cannot load without its added tokens: {error}") from error
+        raise ValueError(f"cannot be used without its added tokens: {error}") from error
 
 
 def _token_bytes(vocabulary: Mapping[str, int], added: Mapping[str, int]) -> list[bytes]:
@@ -127,7 +132,7 @@ def _token_bytes(vocabulary: Mapping[str, int], added: Mapping[str, int]) -> lis
             try:
                 table[token_id] = bytes(to_byte[char] for char in text)
             except KeyError:
-                raise ValueError(f"tokenizer: token {text!r} is not in byte-level spelling") from None
+                raise ValueError(f"token {text!r} is not in byte-level spelling") from None
     for text, token_id in added.items():
         table[token_id] = text.encode("utf-8")
     return table

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from deepinfer.config.engine import EngineConfig
-from deepinfer.config.spelling import model_type, read_config
 from deepinfer.engine.async_engine import AsyncEngine
 from deepinfer.engine.client import EngineClient
 from deepinfer.engine.loading import PACKAGED_MODELS, load_engine, resolve_model
+from deepinfer.llm import load_tokenizer
 from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import Detokenizer, StopStrings, Tokenizer
@@ -83,7 +83,7 @@ class TextEngine:
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token IDs of plain text: spellings of control tokens in it stay text."""
         bos = [self.tokenizer.control_id("bos")] if add_bos else []
-        return bos + self.tokenizer.encode_text(text)
+        return bos + self.tokenizer.encode_texts([text])[0]
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, reader: Reader[Piece], request_id: str | None = None
@@ -138,11 +138,9 @@ def load_text_engine(
     Raises ValueError for a bad model, config or checkpoint.
     """
     path = resolve_model(model)
-    # V4 prompts are written differently.
-    version: ModelVersion = "v4" if model_type(read_config(path)) == "deepseek_v4" else "v4.1"
-    tokenizer = Tokenizer.from_file(path / "tokenizer.json", version)
+    tokenizer = load_tokenizer(path)
     engine = EngineClient(model, config, log_level) if own_process else AsyncEngine(load_engine(model, config))
-    return TextEngine(engine, tokenizer, name or model_name(model), version)
+    return TextEngine(engine, tokenizer, name or model_name(model), tokenizer.model_version)
 
 
 def model_name(model: str) -> str:
