@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from deepinfer.commands import options
+from deepinfer.commands.units import parse_bytes
 
 
 def register(app: typer.Typer) -> None:
@@ -17,7 +18,7 @@ def register(app: typer.Typer) -> None:
         epilog=options.examples(
             "deepinfer serve",
             "deepinfer serve --model nano --port 8000 --api-key secret --max-model-len 2K",
-            "deepinfer serve --config server.yaml",
+            "deepinfer serve --config examples/server.yaml",
         ),
     )(serve)
 
@@ -26,13 +27,31 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the file's values the defaults, so that options on the command line win over it."""
     if path is None or context.resilient_parsing:
         return path
-    known = {parameter.name for parameter in context.command.params}
-    values = {name.replace("-", "_"): value for name, value in read_config(path).items()}
-    for name in values:
-        if name not in known:
-            raise ValueError(f"--config {path}: unknown option {name!r}; known are {', '.join(sorted(known - {None}))}")
+    parameters = {parameter.name: parameter for parameter in context.command.params if parameter.name != "config"}
+    values = {str(name).replace("-", "_"): value for name, value in read_config(path).items()}
+    for name, value in values.items():
+        if name not in parameters:
+            raise ValueError(f"--config {path}: unknown option {name!r}; known are {', '.join(sorted(parameters))}")
+        values[name] = check_value(path, name, value, parameters[name], context)
     context.default_map = {**(context.default_map or {}), **values}
     return path
+
+
+def check_value(path: Path, name: str, value: Any, parameter: Any, context: typer.Context) -> Any:
+    """The value as the option takes it; one value is a list of one.  Raises ValueError naming the file and the key."""
+    if parameter.multiple and not isinstance(value, list):
+        value = [value]
+    key = f"--config {path}: {name.replace('_', '-')}"
+    if not parameter.multiple and isinstance(value, list | dict):
+        raise ValueError(f"{key} must be one value, got {value!r}")
+    if parameter.multiple and not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{key} must be a text in quotes or a list of them, got {value!r}")
+    try:
+        parameter.type_cast_value(context, value)
+    except Exception as error:
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        raise ValueError(f"{key}: {text}") from None
+    return value
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -92,6 +111,7 @@ def serve(
     rate_limit: Annotated[
         float | None, typer.Option(min=0.001, help="Most requests of one API key a minute; beyond: 429.")
     ] = None,
+    max_body_size: Annotated[str, typer.Option(help="Most bytes of one request body; beyond: 413.")] = "8MiB",
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Run the engine in a thread of the server, for debugging.")
     ] = False,
@@ -152,4 +172,5 @@ def serve(
         max_queue=max_queue,
         max_concurrency_per_key=max_concurrency_per_key,
         rate_limit=rate_limit,
+        max_body_bytes=parse_bytes(max_body_size, "--max-body-size"),
     )

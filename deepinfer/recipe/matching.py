@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 
@@ -20,7 +21,8 @@ class Delimiters:
         self.first = re.compile(f"[{re.escape(firsts)}]") if firsts else None
 
 
-def _failure_table(pattern: str) -> list[int]:
+@lru_cache(maxsize=256)  # each choice of a request looks for the same strings
+def _failure_table(pattern: str) -> tuple[int, ...]:
     """For each prefix of the pattern, the length of its longest proper suffix that is also a prefix."""
     table = [0] * len(pattern)
     length = 0
@@ -30,7 +32,7 @@ def _failure_table(pattern: str) -> list[int]:
         if pattern[i] == pattern[length]:
             length += 1
         table[i] = length
-    return table
+    return tuple(table)
 
 
 class Search:

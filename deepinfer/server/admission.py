@@ -24,11 +24,13 @@ class Limits:
             exceed it by its own n, so that every valid request is served sooner or later.
         max_concurrency_per_key: most requests of one API key at a time; without keys, of everybody together.
         rate_limit: requests a minute of one API key, and as many at once after a pause.
+        max_body_bytes: most bytes of one request body; beyond: 413.
     """
 
     max_sequences: int | None = None
     max_concurrency_per_key: int | None = None
     rate_limit: float | None = None
+    max_body_bytes: int = 8 << 20
 
 
 class Place:

@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from deepinfer.server.errors import ApiError, from_validation_error
+from deepinfer.server.sizes import check_sizes, check_structure
+from deepinfer.server.state import server_state
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
+HEAVY_BYTES = 16 * 1024  # a longer body is read, rendered and encoded beside the event loop
+BODY_SECONDS = 60.0  # for a body to arrive
 
 Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
+
+
+async def beside_loop(request: Request, function: Callable[..., Result], *args: Any, heavy: bool = False) -> Result:
+    """`function(*args)`, in a worker thread if the request is long or `heavy`, else at once.  After `read_json`."""
+    if heavy or request.state.body_bytes > HEAVY_BYTES:
+        return await server_state(request).workers.run(function, *args)
+    return function(*args)
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The body as a JSON object.  ApiError 400 for anything else, 413 beyond MAX_BODY_BYTES."""
+    """The body as a JSON object, of a size that can be served.
+
+    ApiError 400 for anything else, 408 if it takes longer than BODY_SECONDS, 413 beyond `Limits.max_body_bytes`.
+    """
+    state = server_state(request)
+    received = await _receive(request, state.limits.max_body_bytes)
+    request.state.body_bytes = len(received)
+    body = await beside_loop(request, _parse, received)
+    check_sizes(state.text, body)
+    return body
+
+
+async def _receive(request: Request, limit: int) -> bytearray:
+    too_large = ApiError(f"the request body is larger than {limit} bytes", status=413)
     announced = request.headers.get("content-length", "0")
-    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-        raise ApiError(f"the request body is larger than {MAX_BODY_BYTES} bytes", status=413)
+    if announced.isdigit() and int(announced) > limit:
+        raise too_large
     received = bytearray()
-    async for piece in request.stream():
-        received += piece
-        if len(received) > MAX_BODY_BYTES:
-            raise ApiError(f"the request body is larger than {MAX_BODY_BYTES} bytes", status=413)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                received += piece
+                if len(received) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(f"the request body did not arrive within {BODY_SECONDS:g} seconds", status=408) from None
+    return received
+
+
+def _parse(received: bytearray) -> dict[str, Any]:
+    check_structure(received)
     try:
         body = json.loads(received.decode("utf-8"), parse_constant=_reject_constant)
-        json.dumps(body, ensure_ascii=False).encode("utf-8")  # a lone surrogate escape cannot be encoded or answered
+        if b"\\ud" in received or b"\\uD" in received:
+            json.dumps(body, ensure_ascii=False).encode("utf-8")  # a lone surrogate cannot be encoded or answered
     except RecursionError:
         raise ApiError("the request body is nested too deeply") from None
     except UnicodeError:

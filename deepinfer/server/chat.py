@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from deepinfer.recipe import ChatStream, ConversationRequest, convert_chat_request
-from deepinfer.server.body import read_json, request_schema, validate
+from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.prompts import PreparedPrompt, prepare
 from deepinfer.server.protocol import ChatRequest
 from deepinfer.server.recipe_reader import RecipeReader
-from deepinfer.server.state import ServerState, open_ticket, server_state, start_sequences
+from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import collect, event_stream, merge
 from deepinfer.server.text_engine import Delta
 from deepinfer.server.usage import usage_body
@@ -49,12 +49,14 @@ async def create_chat_completion(request: Request) -> Response:
     raw = await read_json(request)
     body = validate(ChatRequest, raw)
     state.check_model(body.model)
-    prepared = prepare_chat(state, raw)
     try:
         params = body.sampling_params(body.limit, body.logprob_count)
-        conversation = prepared.with_output(body.stop_strings, body.include_stop_str_in_output)
+        stop = body.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None
+    check_room(state, params.max_tokens, body.limit_name)
+    prepared = await beside_loop(request, prepare_chat, state, raw)
+    conversation = prepared.with_output(stop, body.include_stop_str_in_output)
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)
     streams = start_sequences(state, [prepared.token_ids], params, body.n or 1, answer.open_choice, ticket, "messages")
     if body.stream:

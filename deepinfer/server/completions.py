@@ -11,17 +11,18 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from deepinfer.outputs import TokenLogprob
-from deepinfer.server.body import read_json, request_schema, validate
+from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.logprobs import completion_logprobs, token_text
 from deepinfer.server.protocol import CompletionRequest
-from deepinfer.server.state import ServerState, open_ticket, server_state, start_sequences
+from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import collect, event_stream, merge
 from deepinfer.server.text_engine import Delta, TextReader
 from deepinfer.server.usage import usage_body
 
 router = APIRouter()
 MAX_PROMPTS = 256
+MAX_SEQUENCES = 1024  # prompts times n
 
 
 @router.post("/v1/completions", openapi_extra=request_schema(CompletionRequest))
@@ -31,13 +32,14 @@ async def create_completion(request: Request) -> Response:
     body = validate(CompletionRequest, await read_json(request))
     state.check_model(body.model)
     try:
-        prompts = encode_prompts(state, body)
         params = body.sampling_params(body.max_tokens, body.logprobs)
         stop = body.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None
     if body.echo and body.logprobs is not None:
         raise ApiError("echo with logprobs is not supported: prompt tokens have no log-probabilities", param="echo")
+    check_room(state, params.max_tokens)
+    prompts = await beside_loop(request, encode_prompts, state, body)
     n = body.n or 1
 
     def open_reader() -> TextReader:
@@ -59,11 +61,12 @@ def encode_prompts(state: ServerState, body: CompletionRequest) -> list[list[int
         prompt = [prompt]
     if not 1 <= len(prompt) <= MAX_PROMPTS:
         raise ApiError(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt")
-    add_bos = body.add_special_tokens is not False
-    encoded = [state.text.encode(one, add_bos) if isinstance(one, str) else one for one in prompt]
+    if len(prompt) * (body.n or 1) > MAX_SEQUENCES:
+        raise ApiError(f"n times the number of prompts may be at most {MAX_SEQUENCES}", param="n")
     if "" in prompt:
         raise ApiError("prompt must not be empty", param="prompt")
-    return encoded
+    add_bos = body.add_special_tokens is not False
+    return [state.text.encode(one, add_bos) if isinstance(one, str) else one for one in prompt]
 
 
 @dataclass

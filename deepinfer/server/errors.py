@@ -23,6 +23,7 @@ logger = logging.getLogger("deepinfer.server")
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = _TYPES | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
+_MAX_MESSAGE = 4000  # characters
 _MAX_ECHO = 200  # characters of a client's own text repeated in a message
 RETRY_AFTER = 5  # seconds, with a 503
 
@@ -38,6 +39,8 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ):
+        if len(message) > _MAX_MESSAGE:  # one that repeats a client's text
+            message = message[:_MAX_MESSAGE] + "..."
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
         self.retry_after = RETRY_AFTER if retry_after is None and status == 503 else retry_after

@@ -38,7 +38,7 @@ class ResponsesRequest(SamplingRequest):
 
     UNSUPPORTED: ClassVar[dict[str, tuple[tuple, str]]] = _NOT_RESPONSES
 
-    input: str | list[dict[str, Any]] | None = None
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -87,7 +87,7 @@ class MessagesRequest(SamplingRequest):
 
     UNSUPPORTED: ClassVar[dict[str, tuple[tuple, str]]] = _NOT_MESSAGES
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     stop_sequences: list[str] | None = None
     output_config: dict[str, Any] | None = None
     tool_choice: dict[str, Any] | None = None

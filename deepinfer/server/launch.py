@@ -16,6 +16,7 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.process import show_log
 from deepinfer.server.admission import Limits
 from deepinfer.server.app import create_app
+from deepinfer.server.connection import PatientProtocol, Seldom
 from deepinfer.server.metrics import Metrics
 from deepinfer.server.response_store import DEFAULT_TTL, ResponseStore
 from deepinfer.server.state import ServerState
@@ -43,6 +44,7 @@ def run_server(
     max_queue: int | None = None,
     max_concurrency_per_key: int | None = None,
     rate_limit: float | None = None,
+    max_body_bytes: int = Limits.max_body_bytes,
 ) -> None:
     """Serve until interrupted, then give requests in flight `shutdown_timeout` seconds to finish.
 
@@ -64,12 +66,15 @@ def run_server(
             default_thinking,
             engine_config=json.loads(json.dumps(asdict(config), default=str)),
             responses=ResponseStore(response_ttl),
-            limits=Limits(config.max_num_seqs + max_queue, max_concurrency_per_key, rate_limit),
+            limits=Limits(config.max_num_seqs + max_queue, max_concurrency_per_key, rate_limit, max_body_bytes),
         )
         bound_host, bound_port = listener.getsockname()[:2]
         bound_host = f"[{bound_host}]" if ":" in bound_host else bound_host
         print(f"serving {text.name!r} at http://{bound_host}:{bound_port}/v1", flush=True)
-        settings = uvicorn.Config(create_app(state, allowed_origins, web), log_level=log_level, lifespan="on")
+        settings = uvicorn.Config(
+            create_app(state, allowed_origins, web), log_level=log_level, lifespan="on", http=PatientProtocol
+        )
+        logging.getLogger("uvicorn.error").addFilter(Seldom())
         DrainingServer(settings, state, shutdown_timeout).run(sockets=[listener])
 
 

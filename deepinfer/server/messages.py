@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from deepinfer.recipe import MessagesStream, convert_messages_request
-from deepinfer.server.body import read_json, request_schema, validate
+from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.item_protocols import MessagesRequest
 from deepinfer.server.prompts import PreparedPrompt, prepare
@@ -37,7 +37,7 @@ async def create_message(request: Request) -> Response:
     raw = await read_json(request)
     body = validate(MessagesRequest, raw)
     state.check_model(body.model)
-    prepared = prepare_message(state, raw, body)
+    prepared = await beside_loop(request, prepare_message, state, raw, body)
     check_prompt(state, prepared.token_ids, None, "messages")
     # Clients of this protocol must send a limit, and send the same one to every model: it means "at most".
     room = state.text.max_model_len - len(prepared.token_ids)
@@ -66,7 +66,8 @@ async def count_tokens(request: Request) -> dict[str, int]:
     raw = await read_json(request)
     body = validate(MessagesRequest, raw)
     state.check_model(body.model)
-    return {"input_tokens": len(prepare_message(state, raw, body).token_ids)}
+    prepared = await beside_loop(request, prepare_message, state, raw, body)
+    return {"input_tokens": len(prepared.token_ids)}
 
 
 class MessageReader(RecipeReader[MessagesStream]):

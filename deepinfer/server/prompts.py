@@ -8,6 +8,7 @@ from typing import Any
 
 from deepinfer.recipe import ConversationRequest, ConversionOptions, Prompt, encode_prompt, render
 from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.server.sizes import check_text
 from deepinfer.server.state import ServerState
 
 Convert = Callable[[dict[str, Any], ConversionOptions], ConversationRequest]
@@ -43,6 +44,7 @@ def prepare(state: ServerState, raw: dict[str, Any], convert: Convert, param: st
         conversation = convert(body, options)
         check_promises(conversation, param)
         prompt = render(conversation.conversation, conversation.model_version)
+        check_text(state.text, prompt.text, param)
         return PreparedPrompt(conversation, prompt, encode_prompt(prompt, state.text.tokenizer))
     except ValueError as error:
         raise from_value_error(error, param) from None

@@ -10,6 +10,9 @@ from deepinfer.params import SamplingParams
 
 MAX_CHOICES = 128  # n
 MAX_STOP = 16
+# A long list of faults would cost more than it tells.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 # field -> (values that change nothing and are therefore accepted, why anything else is refused)
 NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
@@ -95,7 +98,7 @@ class SamplingRequest(BaseModel):
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     force_topk: int | None = None  # this engine's own, like the next one
-    golden_token_ids: list[int] | None = None
+    golden_token_ids: TokenIds | None = None
     return_token_ids: bool | None = None
     user: str | None = None
 
@@ -140,7 +143,7 @@ class ChatRequest(SamplingRequest):
 
     UNSUPPORTED: ClassVar[dict[str, tuple[tuple, str]]] = _NOT_CHAT
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -155,6 +158,11 @@ class ChatRequest(SamplingRequest):
         return self.max_completion_tokens
 
     @property
+    def limit_name(self) -> str:
+        """The field that `limit` comes from."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def logprob_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -164,7 +172,7 @@ class CompletionRequest(SamplingRequest):
 
     UNSUPPORTED: ClassVar[dict[str, tuple[tuple, str]]] = _NOT_COMPLETION
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     echo: bool | None = None
     add_special_tokens: bool | None = None  # False leaves out the begin-of-sequence token before text prompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -184,4 +192,4 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True)
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds

@@ -16,13 +16,21 @@ from starlette.requests import ClientDisconnect
 
 from deepinfer.errors import EngineStoppedError
 from deepinfer.recipe import ResponsesStream, convert_responses_request
-from deepinfer.server.body import read_json, request_schema, validate
+from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.item_protocols import ResponsesRequest
 from deepinfer.server.prompts import PreparedPrompt, prepare
 from deepinfer.server.recipe_reader import Event, RecipeReader
 from deepinfer.server.response_store import StoredResponse
-from deepinfer.server.state import ServerState, check_prompt, open_ticket, owner_of, server_state, start_sequences
+from deepinfer.server.state import (
+    ServerState,
+    check_prompt,
+    check_room,
+    open_ticket,
+    owner_of,
+    server_state,
+    start_sequences,
+)
 from deepinfer.server.streams import event_stream, merge
 from deepinfer.server.text_engine import Delta
 
@@ -32,20 +40,25 @@ CANCEL_SECONDS = 10.0  # how long a cancelled response may take to end
 Deltas = AsyncGenerator[tuple[int, Delta[list[Event]]], None]
 
 
-def prepare_response(
-    state: ServerState, raw: dict[str, Any], body: ResponsesRequest, owner: str
+async def prepare_response(
+    request: Request, raw: dict[str, Any], body: ResponsesRequest
 ) -> tuple[list[dict[str, Any]], PreparedPrompt]:
     """(input items, those of earlier responses included; prompt).  ApiError 400 naming the field at fault."""
+    state = server_state(request)
     body.check_promises()
+    check_room(state, body.max_output_tokens, "max_output_tokens")
     items = body.input or []
     if isinstance(items, str):
         items = [{"type": "message", "role": "user", "content": items}]
     if body.previous_response_id is not None:
-        items = [*_previous(state, owner, body.previous_response_id).context(), *items]
+        items = [*_previous(state, owner_of(request), body.previous_response_id).context(), *items]
     elif body.input is None and body.instructions is None:
         raise ApiError("input or instructions must be given", param="input")
     given = items if body.input is not None or body.previous_response_id is not None else None
-    return items, prepare(state, raw | {"input": given}, convert_responses_request, "input")
+    continued = body.previous_response_id is not None  # by a short request, of a conversation of any length
+    raw = raw | {"input": given}
+    prepared = await beside_loop(request, prepare, state, raw, convert_responses_request, "input", heavy=continued)
+    return items, prepared
 
 
 def _previous(state: ServerState, owner: str, response_id: str) -> StoredResponse:
@@ -65,12 +78,13 @@ async def create_response(request: Request) -> Response:
     raw = await read_json(request)
     body = validate(ResponsesRequest, raw)
     state.check_model(body.model)
-    items, prepared = prepare_response(state, raw, body, ticket.owner)
     try:
         params = body.sampling_params(body.limit, body.logprob_count)
-        conversation = prepared.with_output(body.stop_strings, body.include_stop_str_in_output)
+        stop = body.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None
+    items, prepared = await prepare_response(request, raw, body)
+    conversation = prepared.with_output(stop, body.include_stop_str_in_output)
     check_prompt(state, prepared.token_ids, params.max_tokens, "input", "max_output_tokens")
     stream = ResponsesStream(
         replace(conversation, echo={**conversation.echo, **settings(body)}),

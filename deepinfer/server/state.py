@@ -20,6 +20,7 @@ from deepinfer.server.metrics import Metrics, SequenceClock
 from deepinfer.server.response_store import ResponseStore
 from deepinfer.server.running import RunningRequests, Ticket
 from deepinfer.server.text_engine import Delta, Piece, Reader, TextEngine
+from deepinfer.server.workers import Workers
 
 
 @dataclass
@@ -40,6 +41,7 @@ class ServerState:
     limits: Limits = field(default_factory=Limits)
     created: int = field(default_factory=lambda: int(time.time()))
     background: set[asyncio.Task[None]] = field(default_factory=set)
+    workers: Workers = field(default_factory=Workers)
 
     def __post_init__(self) -> None:
         self.running = RunningRequests(self.text.engine.abort)
@@ -96,6 +98,14 @@ def check_prompt(
             param=limit_param if max_tokens and len(prompt) < limit else param,
             code="context_length_exceeded",
         )
+
+
+def check_room(state: ServerState, max_tokens: int | None, param: str = "max_tokens") -> None:
+    """ApiError 400 if the answer asked for fills the context by itself; costs nothing, so ask before encoding."""
+    limit = state.text.max_model_len
+    if max_tokens is not None and max_tokens >= limit:
+        message = f"{param} asks for {max_tokens} tokens; this model's context holds {limit}, prompt and answer"
+        raise ApiError(message, param=param, code="context_length_exceeded")
 
 
 def start_sequences(

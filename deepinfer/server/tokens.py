@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
 
-from deepinfer.server.body import read_json, request_schema, validate
+from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.chat import prepare_chat
 from deepinfer.server.completions import encode_prompts
 from deepinfer.server.errors import ApiError, from_value_error
@@ -16,19 +17,23 @@ from deepinfer.server.messages import prepare_message
 from deepinfer.server.prompts import PreparedPrompt
 from deepinfer.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deepinfer.server.responses import prepare_response
-from deepinfer.server.state import ServerState, owner_of, server_state
+from deepinfer.server.state import ServerState, server_state
 
 router = APIRouter()
 
 
 @router.post("/tokenize", openapi_extra=request_schema(TokenizeRequest))
-async def tokenize(request: Request) -> dict[str, Any]:
+async def tokenize(request: Request) -> Response:
     state = server_state(request)
     raw = await read_json(request)
     body = validate(TokenizeRequest, raw)
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("exactly one of prompt and messages must be given", param="prompt")
+    return await beside_loop(request, tokenized, state, body, raw)
+
+
+def tokenized(state: ServerState, body: TokenizeRequest, raw: dict[str, Any]) -> Response:
     if body.prompt is not None:
         token_ids = state.text.encode(body.prompt, body.add_special_tokens)
     else:
@@ -40,7 +45,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     }
     if body.return_token_strs:
         answer["token_strs"] = [token_text(state.text.tokenizer, token_id) for token_id in token_ids]
-    return answer
+    return JSONResponse(answer)
 
 
 @router.post("/detokenize", openapi_extra=request_schema(DetokenizeRequest))
@@ -49,59 +54,66 @@ async def detokenize(request: Request) -> dict[str, Any]:
     body = validate(DetokenizeRequest, await read_json(request))
     state.check_model(body.model)
     try:
-        return {"prompt": state.text.tokenizer.decode(body.tokens)}
+        return {"prompt": await beside_loop(request, state.text.tokenizer.decode, body.tokens)}
     except ValueError as error:
         raise from_value_error(error, "tokens") from None
 
 
 @router.post("/v1/chat/completions/render", openapi_extra=request_schema(ChatRequest))
-async def render_chat(request: Request) -> dict[str, Any]:
+async def render_chat(request: Request) -> Response:
     """The prompt of a chat request: its text, its token IDs and which ranges of the text are control tokens."""
     state = server_state(request)
     raw = await read_json(request)
     state.check_model(validate(ChatRequest, raw).model)
-    return rendered(state, prepare_chat(state, raw))
+    return rendered(state, await beside_loop(request, prepare_chat, state, raw))
 
 
 @router.post("/v1/completions/render", openapi_extra=request_schema(CompletionRequest))
-async def render_completion(request: Request) -> dict[str, Any]:
+async def render_completion(request: Request) -> Response:
     """The prompts of a completion request: token IDs, and their text with control tokens by their spelling."""
     state = server_state(request)
     body = validate(CompletionRequest, await read_json(request))
     state.check_model(body.model)
+    return await beside_loop(request, rendered_prompts, state, body)
+
+
+def rendered_prompts(state: ServerState, body: CompletionRequest) -> Response:
+    prompts = encode_prompts(state, body)
     try:
-        prompts = encode_prompts(state, body)
         texts = [state.text.tokenizer.decode(token_ids) for token_ids in prompts]
     except ValueError as error:
         raise from_value_error(error, "prompt") from None
     rendered = [{"prompt": text, "token_ids": token_ids} for text, token_ids in zip(texts, prompts, strict=True)]
-    return {"model": state.text.name, "prompts": rendered}
+    return JSONResponse({"model": state.text.name, "prompts": rendered})
 
 
 @router.post("/v1/responses/render", openapi_extra=request_schema(ResponsesRequest))
-async def render_response(request: Request) -> dict[str, Any]:
+async def render_response(request: Request) -> Response:
     """The prompt of a Responses request, as `/v1/chat/completions/render` shows it."""
     state = server_state(request)
     raw = await read_json(request)
     body = validate(ResponsesRequest, raw)
     state.check_model(body.model)
-    return rendered(state, prepare_response(state, raw, body, owner_of(request))[1])
+    _, prepared = await prepare_response(request, raw, body)
+    return rendered(state, prepared)
 
 
 @router.post("/v1/messages/render", openapi_extra=request_schema(MessagesRequest))
-async def render_message(request: Request) -> dict[str, Any]:
+async def render_message(request: Request) -> Response:
     """The prompt of a Messages request, as `/v1/chat/completions/render` shows it."""
     state = server_state(request)
     raw = await read_json(request)
     body = validate(MessagesRequest, raw)
     state.check_model(body.model)
-    return rendered(state, prepare_message(state, raw, body))
+    return rendered(state, await beside_loop(request, prepare_message, state, raw, body))
 
 
-def rendered(state: ServerState, prepared: PreparedPrompt) -> dict[str, Any]:
-    return {
-        "model": state.text.name,
-        "prompt": prepared.prompt.text,
-        "token_ids": prepared.token_ids,
-        "control_ranges": prepared.prompt.control_ranges,
-    }
+def rendered(state: ServerState, prepared: PreparedPrompt) -> Response:
+    return JSONResponse(
+        {
+            "model": state.text.name,
+            "prompt": prepared.prompt.text,
+            "token_ids": prepared.token_ids,
+            "control_ranges": prepared.prompt.control_ranges,
+        }
+    )

@@ -1,0 +1,74 @@
+"""Connections that do not waste the server's time: late or endless request headers, and what the log says of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+HEADER_SECONDS = 20.0  # for the headers of a request to arrive; its body: see body.py
+MAX_HEADER_BYTES = 64 * 1024
+WARNING_SECONDS = 60.0  # between two equal warnings about bad requests
+
+
+class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Uvicorn's protocol, patient but not endlessly: it waits HEADER_SECONDS for headers of MAX_HEADER_BYTES."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._start()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._answering():
+            self._stop()
+            return
+        if self._timer is None and not self.transport.is_closing():
+            self._start()
+        if self.cycle is None or not self.cycle.more_body:  # else the rest of a body that was refused
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+                self.send_400_response("The request headers are too large.")
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start(self) -> None:
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._close)
+
+    def _stop(self) -> None:
+        self._header_bytes = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close(self) -> None:
+        self._timer = None
+        if not self._answering():
+            self.transport.close()
+
+
+class Seldom(logging.Filter):
+    """Lets each text of a warning through once in WARNING_SECONDS: anybody can send bad requests in any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING or record.args:
+            return True
+        now = time.monotonic()
+        if now - self._last.get(record.msg, -WARNING_SECONDS) < WARNING_SECONDS:
+            return False
+        self._last[record.msg] = now
+        return True
