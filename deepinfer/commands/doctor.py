@@ -86,6 +86,7 @@ def run_checks() -> Iterator[Check]:
 
 def check_system() -> Iterator[Check]:
     from deepinfer.bench.results import cpu_name
+    from deepinfer.engine.memory import available_memory
 
     version_ok = sys.version_info >= (3, 11)
     yield Check("system", "Python", "ok" if version_ok else "fail", f"{platform.python_version()} (needs >= 3.11)")
@@ -124,21 +125,6 @@ def cpu_flags() -> set[str]:
     except OSError:
         return set()
     return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set())
-
-
-def available_memory() -> int | None:
-    """Bytes that can be allocated without swapping, container limit included; None where it cannot be told."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return min(available, limit - used)
-    except (OSError, ValueError):  # no cgroup, or the limit is "max"
-        return available
 
 
 def check_compiler() -> Iterator[Check]:

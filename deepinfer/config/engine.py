@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from deepinfer import envs
+from deepinfer.errors import shown
 
 KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp8", "fp64")
 DTYPES = ("auto", "fp32", "bf16", "fp64")
 YOCO_MODES = ("off", "mask", "compact")
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 DEFAULT_CACHE_BYTES = 2 << 30
+INT32_MAX = 2**31 - 1  # counts of blocks, sequences and tokens are int32 on the device
+INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +83,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+            high = INT64_MAX if name in ("cache_memory_bytes", "seed") else INT32_MAX
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{name} must be an integer >= {low} and <= {high}, got {shown(value)}")
         if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
             raise ValueError(f"watermark must be a number in [0, 1), got {self.watermark!r}")
         if not 0 <= self.watermark < 1:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.config.reading import read_model_config
+from deepinfer.engine.memory import check_caches_fit
 from deepinfer.models.caches import CACHE_DTYPES
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.inputs import ModelInputs
@@ -43,6 +45,12 @@ def check_truncation(model: Model, config: EngineConfig) -> None:
         )
 
 
+def check_max_model_len(config: EngineConfig, limit: int) -> None:
+    """Raise ValueError if longer sequences are asked for than the model has positions for."""
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(f"max_model_len must be at most {limit}, the model's own limit, got {config.max_model_len}")
+
+
 class ModelRunner:
     """Owns the caches. `num_blocks` counts the null block."""
 
@@ -55,8 +63,12 @@ class ModelRunner:
         self.eos_token_ids = model.eos_token_ids
         automatic = config.kv_cache_dtype == "auto"
         cache_dtype = model.default_cache_dtype if automatic else CACHE_DTYPES[config.kv_cache_dtype]
-        longest = min(config.max_model_len or self.max_model_len, self.max_model_len)
-        self.num_blocks = config.resolve_num_blocks(model.block_bytes(config.block_size, cache_dtype), longest)
+        check_max_model_len(config, self.max_model_len)
+        longest = config.max_model_len or self.max_model_len
+        block_bytes = model.block_bytes(config.block_size, cache_dtype)
+        self.num_blocks = config.resolve_num_blocks(block_bytes, longest)
+        slot_bytes = model.slot_bytes(cache_dtype, config.max_backtracking_tokens or 0)
+        check_caches_fit(config, self.num_blocks, block_bytes, slot_bytes)
         self.caches = model.allocate_caches(
             self.num_blocks,
             config.block_size,
@@ -68,6 +80,7 @@ class ModelRunner:
     @classmethod
     def from_checkpoint(cls, path: str | Path, config: EngineConfig) -> ModelRunner:
         """Load the checkpoint folder at `path`. Raises ValueError naming what is wrong with it."""
+        check_max_model_len(config, read_model_config(path).max_position_embeddings)  # before minutes of loading
         return cls(load_model(path, compute_dtype(config), config.device, config.quantize_activations), config)
 
     def run(self, inputs: ModelInputs) -> Tensor:

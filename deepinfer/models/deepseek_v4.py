@@ -22,7 +22,7 @@ from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.layers.hyper_connection import HyperConnection
 from deepinfer.models.layers.rope import rope_frequencies
 from deepinfer.models.layers.v4_attention import AttentionV4, IndexerV4
-from deepinfer.models.layers.v4_caches import CachesV4, allocate_caches, block_bytes
+from deepinfer.models.layers.v4_caches import CachesV4, allocate_caches, block_bytes, slot_bytes
 from deepinfer.models.layers.v4_compressor import CompressorV4
 from deepinfer.models.layers.v4_moe import MoEV4
 from deepinfer.models.layers.v4_step import StepMetadataV4
@@ -66,6 +66,10 @@ class DeepseekV4:
     def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:
         """Bytes that one cache block takes in all layers."""
         return block_bytes(self.config, block_size, cache_dtype)
+
+    def slot_bytes(self, cache_dtype: torch.dtype, max_backtracking_tokens: int = 0) -> int:
+        """Bytes of the state of one sequence."""
+        return slot_bytes(self.config, cache_dtype, self.wide)
 
     def allocate_caches(
         self,

@@ -86,6 +86,14 @@ class DeepseekV41:
         """Bytes that one cache block takes in all layers."""
         return block_bytes(self.config, block_size, cache_dtype)
 
+    def slot_bytes(self, cache_dtype: torch.dtype, max_backtracking_tokens: int = 0) -> int:
+        """Bytes of the state of one sequence: measured on tensors without memory."""
+        ring_size = self._ring_size(max_backtracking_tokens)
+        return StateCache.allocate(self.config, 1, cache_dtype, self.wide, "meta", ring_size).storage.nbytes
+
+    def _ring_size(self, max_backtracking_tokens: int) -> int:
+        return max(self.config.ring_size, self.config.sliding_window + max_backtracking_tokens)
+
     def allocate_caches(
         self,
         num_blocks: int,
@@ -98,7 +106,7 @@ class DeepseekV41:
 
         Rings have room for `max_backtracking_tokens` beside the window, and for what the draft head needs.
         """
-        ring_size = max(self.config.ring_size, self.config.sliding_window + max_backtracking_tokens)
+        ring_size = self._ring_size(max_backtracking_tokens)
         return Caches(
             BlockCache.allocate(self.config, num_blocks, block_size, cache_dtype, self.device),
             StateCache.allocate(self.config, num_slots, cache_dtype, self.wide, self.device, ring_size),

@@ -31,6 +31,10 @@ class Model(Protocol):
         """Bytes that one block of tokens takes in all layers."""
         ...
 
+    def slot_bytes(self, cache_dtype: torch.dtype, max_backtracking_tokens: int = 0) -> int:
+        """Bytes that one sequence takes beside its blocks."""
+        ...
+
     def allocate_caches(
         self,
         num_blocks: int,

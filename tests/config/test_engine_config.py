@@ -1,11 +1,15 @@
 """What of EngineConfig depends on the machine and on the model."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from deepinfer import LLM
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import check_device
+from deepinfer.engine.memory import available_memory
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.random_weights import random_weights
@@ -47,3 +51,55 @@ def test_a_model_of_sliding_window_layers_alone_generates() -> None:
             assert output.error is None
             tokens += output.outputs[0].token_ids
     assert len(tokens) == 5
+
+
+COUNTS = "block_size num_blocks max_num_seqs max_num_batched_tokens prefill_chunk_size max_model_len".split()
+
+
+@pytest.mark.parametrize("value", [10**12, 10**30, pytest.param(10**5000, id="huge")])
+@pytest.mark.parametrize("name", [*COUNTS, "yoco_prefill_keep_tokens", "max_backtracking_tokens"])
+def test_counts_beyond_int32_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be an integer >= \d and <= 2147483647, got") as error:
+        EngineConfig(**{name: value})
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["cache_memory_bytes", "seed"])
+def test_bytes_beyond_int64_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be an integer"):
+        EngineConfig(**{name: 10**30})
+
+
+@pytest.mark.parametrize("options", [{"num_blocks": 2**31 - 1}, {"max_num_seqs": 10**7}, {"max_num_seqs": 2**31 - 1}])
+@pytest.mark.parametrize("more", [{}, {"kv_cache_dtype": "fp64", "dtype": "fp64"}])
+def test_caches_that_do_not_fit_are_refused_before_they_are_allocated(options: Any, more: Any) -> None:
+    (name, value), *_ = options.items()
+    with pytest.raises(ValueError, match=rf"^{name} is {value}: the caches need [\d,]+ bytes .* available$"):
+        LLM("nano", **options, **more)
+
+
+def test_backtracking_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="^max_num_seqs with max_backtracking_tokens 1000000000 is 64: the caches need"
+    ):
+        LLM("nano", max_backtracking_tokens=10**9)
+
+
+def test_the_refusal_is_exact_about_what_the_caches_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle is what the allocated tensors hold."""
+    model_config = tiny_config()
+    model = DeepseekV41(model_config, random_weights(model_config, seed=0), torch.zeros(512, dtype=torch.int64))
+    config = EngineConfig(num_blocks=9, max_num_seqs=5, max_backtracking_tokens=40)
+    caches = ModelRunner(model, config).caches
+    size = caches.state.storage.nbytes
+    size += sum(t.nbytes for t in (*caches.blocks.latents.values(), *caches.blocks.index_keys.values()))
+    monkeypatch.setattr("deepinfer.engine.memory.available_memory", lambda: size)
+    ModelRunner(model, config)
+    monkeypatch.setattr("deepinfer.engine.memory.available_memory", lambda: size - 1)
+    with pytest.raises(ValueError, match=f"the caches need {size:,} bytes"):
+        ModelRunner(model, config)
+
+
+def test_available_memory_is_some_of_the_memory() -> None:
+    available = available_memory()
+    assert available is None or 0 < available < 2**50

@@ -46,6 +46,14 @@ def block_bytes(config: ModelConfigV4, block_size: int, dtype: torch.dtype) -> i
     return sum(block_size // plan.compress_ratio * entry_values(plan, config) for plan in plans) * dtype.itemsize
 
 
+def slot_bytes(config: ModelConfigV4, dtype: torch.dtype, compute: torch.dtype) -> int:
+    """Bytes of one sequence: rings of `dtype`, carries of `compute`."""
+    rings = config.num_hidden_layers * config.sliding_window * config.head_dim * dtype.itemsize
+    plans = [plan for plan in config.layers if plan.compress_ratio]
+    carries = sum(plan.group_span * 2 * plan.num_series * entry_values(plan, config) for plan in plans)
+    return rings + carries * compute.itemsize
+
+
 def allocate_caches(
     config: ModelConfigV4,
     num_blocks: int,
