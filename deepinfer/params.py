@@ -1,13 +1,17 @@
 """Sampling parameters of one request, validated when they are made."""
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepinfer.errors import shown
+
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**63 - 1  # of tokens; what the engine's int64 holds
+REPETITION_PENALTIES = (0.01, 100.0)  # far beyond any use; every logit edited with one of them is a finite float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,8 @@ class SamplingParams:
         min_p: drop tokens less likely than min_p times the most likely one.
         presence_penalty: subtracted from the logit of every token already generated.
         frequency_penalty: subtracted once per occurrence in the generated tokens.
-        repetition_penalty: divides positive (multiplies negative) logits of tokens seen in prompt or output.
+        repetition_penalty: divides positive (multiplies negative) logits of tokens seen in prompt or output;
+            0.01 to 100.
         seed: same seed, same draws, whatever else is in the batch; None draws one from the engine's seed, which is
             random unless EngineConfig.seed is set.
         stop_token_ids: finish with reason "stop" after any of these.
@@ -76,11 +81,11 @@ class SamplingParams:
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, low_open=True)
+        _check_float("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+            raise ValueError(f"ignore_eos must be true or false, got {shown(self.ignore_eos)}")
         _check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
@@ -119,22 +124,29 @@ class SamplingParams:
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not low <= value <= (MAX_COUNT if high is None else high)
+    ):
         allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        if high is None and isinstance(value, int) and value > MAX_COUNT:
+            allowed += " and below 2**63"
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 
-def _check_float(name: str, value: object, low: float, high: float = math.inf, low_open: bool = False) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    # Written so that NaN and infinities never pass.
-    if not (ok and low <= value <= high and not (low_open and value == low)):  # type: ignore[operator]
-        allowed = f"{'>' if low_open else '>='} {low}" + ("" if high == math.inf else f" and <= {high}")
-        raise ValueError(f"{name} must be a finite number {allowed}, got {value!r}")
+def _check_float(name: str, value: object, low: float, high: float | None = None, low_open: bool = False) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool)
+    # Comparisons alone, so that NaN, infinities and integers beyond any float never pass.
+    limit = sys.float_info.max if high is None else high
+    if not (ok and low <= value <= limit and not (low_open and value == low)):  # type: ignore[operator]
+        allowed = f"{'>' if low_open else '>='} {low}" + ("" if high is None else f" and <= {high}")
+        raise ValueError(f"{name} must be a finite number {allowed}, got {shown(value)}")
 
 
 def _token_ids(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence | set | frozenset):
-        raise ValueError(f"{name} must be a list of token ids, got {values!r}")
+        raise ValueError(f"{name} must be a list of token ids, got {shown(values)}")
     for value in values:
         _check_int(name, value, 0)
     return tuple(values)
@@ -144,7 +156,7 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}")
+        raise ValueError(f"logit_bias must map token ids to numbers, got {shown(bias)}")
     for token_id, value in bias.items():
         _check_int("logit_bias key", token_id, 0)
         _check_float("logit_bias value", value, -100.0, 100.0)
@@ -154,5 +166,5 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
 def _stop_strings(stop: object) -> tuple[str, ...]:
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
-        raise ValueError(f"stop must be a non-empty string or a list of them, got {stop!r}")
+        raise ValueError(f"stop must be a non-empty string or a list of them, got {shown(stop)}")
     return tuple(strings)

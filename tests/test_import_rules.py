@@ -16,7 +16,7 @@ HOST = SHARED | {"engine", "models", "kernels", "sampling", "observability"}
 ALLOWED = {
     "errors": set(),
     "envs": set(),
-    "params": set(),
+    "params": {"errors"},
     "outputs": set(),
     "config": {"errors", "envs"},
     "kernels": {"errors", "envs", "config"},

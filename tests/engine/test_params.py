@@ -8,6 +8,7 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.params import SamplingParams
 
 NAN, INF = math.nan, math.inf
+HUGE = 10**5000  # no float holds it, and Python refuses to print it
 BAD = {
     "max_tokens": [-1, 0, True, 1.5, "4", NAN],
     "temperature": [NAN, INF, -0.1, True, "1", None],
@@ -16,7 +17,7 @@ BAD = {
     "min_p": [-0.01, 1.01, NAN, "0"],
     "presence_penalty": [-2.1, 2.1, NAN, INF, True],
     "frequency_penalty": [-2.1, 2.1, NAN, INF, "1"],
-    "repetition_penalty": [0, -1, NAN, INF, True],
+    "repetition_penalty": [0, -1, NAN, INF, True, 1e-300, 0.0099, 101, 1e39, 1e300],
     "seed": [-1, 2**63, 1.0, True, "7"],
     "stop_token_ids": [[-1], [1.0], [True], "12", 5, {1: 2}],
     "ignore_eos": [1, None, "yes"],
@@ -35,6 +36,15 @@ def test_bad_value_names_the_field(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"^{field}\b") as error:
         SamplingParams(**{field: value})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [10**400, HUGE, -HUGE], ids=["1e400", "huge", "negative"])
+@pytest.mark.parametrize("field", [field for field in BAD if field not in ("ignore_eos", "stop")])
+def test_integers_beyond_any_float_are_refused_in_a_short_line(field: str, value: int) -> None:
+    given = [value] if field.endswith("token_ids") else {3: value} if field == "logit_bias" else value
+    with pytest.raises(ValueError, match=rf"^{field}\b") as error:
+        SamplingParams(**{field: given})
+    assert len(str(error.value)) < 400
 
 
 def test_every_field_has_bad_values_tested() -> None:
