@@ -11,7 +11,7 @@ MAX_VALUES = 1 << 20  # values in one body
 MAX_CONTAINERS = 1 << 17  # objects and lists among them: these cost the most
 MAX_ENTRIES = 16384  # of a field; lists of token IDs may fill the context
 MAX_STOP_CHARS = 1024  # of one stop string
-_CONVERSATIONS = ("messages", "input")
+_COSTLY = ("messages", "input", "tools")  # each entry costs a token or more
 _TOKEN_IDS = ("prompt", "tokens", "golden_token_ids")
 _STOPS = ("stop", "stop_sequences")
 _PROMPT_TEXTS = ("prompt", "input", "instructions", "system")
@@ -38,7 +38,7 @@ def check_sizes(text: TextEngine, raw: dict[str, Any]) -> None:
             most = MAX_ENTRIES
             if name in _TOKEN_IDS:
                 most = max(most, text.max_model_len)
-            elif name in _CONVERSATIONS:  # each message costs a token or more
+            elif name in _COSTLY:
                 most = min(most, text.max_model_len)
             if len(value) > most:
                 raise ApiError(f"{name[:200]} may hold at most {most} entries, got {len(value)}", param=name[:200])
