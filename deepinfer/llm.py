@@ -116,7 +116,10 @@ class LLM:
             raise ValueError("prompts must be token ids, this model has no tokenizer")
         if not prompt:
             raise ValueError("prompts must not be empty")
-        return [self.tokenizer.control_id("bos"), *self.tokenizer.encode_text(prompt)]
+        try:
+            return [self.tokenizer.control_id("bos"), *self.tokenizer.encode_text(prompt)]
+        except ValueError as error:
+            raise ValueError(f"prompts: {error}") from None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -89,6 +89,54 @@ def test_bad_input_names_the_prompt_and_runs_nothing(llm: LLM) -> None:
     assert llm.engine.stats() == before
 
 
+@pytest.mark.parametrize("text", ["\ud800", "a" * 9000 + "\udfff", "caf\udce9"])
+def test_a_lone_surrogate_is_no_text(llm: LLM, text: str) -> None:
+    where = len(text) - 1
+    with pytest.raises(ValueError, match=rf"^prompts: text must be Unicode, character {where} is a lone surrogate$"):
+        llm.generate(text, GREEDY)
+    with pytest.raises(ValueError, match=r"^prompt 1: prompts: text must be Unicode"):
+        llm.generate(["fine", text], GREEDY)
+    with pytest.raises(ValueError, match=rf"^text must be Unicode, character {where} "):
+        llm.tokenizer.encode_texts(["fine", text])
+    assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_stop_tokens_that_leave_nothing_to_generate_are_refused(llm: LLM, ignore_eos: bool) -> None:
+    """With one token left it is generated until min_tokens, whatever the logits say."""
+    every, left = range(512), 77
+    eos = llm.tokenizer.control_id("eos")
+    banned = every if ignore_eos else [token_id for token_id in every if token_id != eos]
+    options = {"ignore_eos": ignore_eos, "temperature": 0, "min_tokens": 3, "max_tokens": 5}
+    with pytest.raises(ValueError, match="^stop_token_ids must leave a token to generate before min_tokens = 3"):
+        llm.generate("Hello", SamplingParams(stop_token_ids=banned, **options))
+    stops = [token_id for token_id in every if token_id != left]
+    output = llm.generate("Hello", SamplingParams(stop_token_ids=stops, **options))[0]
+    assert output.error is None and output.outputs[0].token_ids[:3] == [left] * 3
+    without = SamplingParams(stop_token_ids=every, temperature=0, max_tokens=5)
+    assert llm.generate("Hello", without)[0].outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_most_extreme_penalties_finish(llm: LLM, penalty: float, temperature: float) -> None:
+    bias = dict.fromkeys(range(512), -100)
+    params = SamplingParams(
+        repetition_penalty=penalty, temperature=temperature, seed=1, max_tokens=8, ignore_eos=True, logit_bias=bias
+    )
+    output = llm.generate("Hello Hello", params)[0]
+    assert output.error is None and len(output.outputs[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("prompts", [{1}, (5 for _ in [0]), {"a": 1}, [[5], {"a": 1}], [{5}], 1.5])
+def test_what_is_neither_a_prompt_nor_a_list_of_them_is_refused(llm: LLM, prompts: object) -> None:
+    with pytest.raises(ValueError, match="^prompt"):
+        llm.generate(prompts, GREEDY)
+    with pytest.raises(ValueError, match="^sampling_params must be"):
+        llm.generate(["a"], 5)
+    assert_idle(llm.engine)
+
+
 @pytest.mark.parametrize("prompts", [5, None, 1.5, b"bytes", {"text": "a"}, [None], [5.0], [[1.0]], [["a"]], [True]])
 def test_prompts_of_a_wrong_type_are_refused_by_name(llm: LLM, prompts: object) -> None:
     with pytest.raises(ValueError, match="^prompt"):

@@ -52,6 +52,13 @@ def chat(
     """Chat with a model in the terminal, or ask one question with --quick."""
     if quick is not None and not quick.strip():
         raise ValueError("--quick must not be empty")
+    from deepinfer.recipe.tokenizer import check_unicode
+
+    for option, text in (("--quick", quick), ("--system", system)):
+        try:
+            check_unicode([text or ""])
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
     params = options.make_sampling_params(
         max_tokens=max_tokens,
         temperature=temperature,

@@ -58,7 +58,13 @@ def generate(
     cache_memory: options.CacheMemory = None,
 ) -> None:
     """Continue a text, without a chat prompt around it.  Streams to the terminal."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    from deepinfer.recipe.tokenizer import check_unicode
+
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        check_unicode([text])
+    except ValueError as error:
+        raise ValueError(f"prompt: {error}") from None
     if not text.strip():
         raise ValueError("prompt must not be empty")
     params = options.make_sampling_params(

@@ -1,11 +1,17 @@
 """What a request must be like; without torch, because a server checks requests for an engine in another process."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from deepinfer.params import SamplingParams
 
 
-def check_request(prompt_token_ids: Sequence[int], params: SamplingParams, max_model_len: int, vocab_size: int) -> None:
+def check_request(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    max_model_len: int,
+    vocab_size: int,
+    eos_token_ids: Iterable[int] = (),
+) -> None:
     """Raise ValueError naming the field if an engine of these sizes can never run the request."""
     if isinstance(prompt_token_ids, str | bytes) or not isinstance(prompt_token_ids, Sequence):
         raise ValueError(f"prompt_token_ids must be a list of token ids, got {type(prompt_token_ids).__name__}")
@@ -23,3 +29,10 @@ def check_request(prompt_token_ids: Sequence[int], params: SamplingParams, max_m
         wrong = next(t for t in prompt_token_ids if type(t) is not int or not 0 <= t < vocab_size)
         raise ValueError(f"prompt_token_ids must be integers in [0, {vocab_size}), got {wrong!r}")
     params.check_vocabulary(vocab_size)
+    if params.min_tokens and params.golden_token_ids is None:
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        if len(ends) >= vocab_size:
+            raise ValueError(
+                f"stop_token_ids must leave a token to generate before min_tokens = {params.min_tokens}, "
+                f"but with end-of-sequence they are all {vocab_size}"
+            )

@@ -71,7 +71,7 @@ class Engine:
 
     def validate(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> None:
         """Raise ValueError naming the field if the request can never run. Changes nothing; any thread may call it."""
-        check_request(prompt_token_ids, params, self.max_model_len, self.runner.vocab_size)
+        check_request(prompt_token_ids, params, self.max_model_len, self.runner.vocab_size, self.eos_token_ids)
 
     def add_request(
         self, request_id: str, prompt_token_ids: SequenceOf[int], sampling_params: SamplingParams | None = None

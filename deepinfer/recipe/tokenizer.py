@@ -74,15 +74,26 @@ class Tokenizer:
         return self.control_ids[role]
 
     def encode_text(self, text: str) -> list[int]:
-        """Token IDs of ordinary text; never an added token, whatever the text spells."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        """Token IDs of ordinary text; never an added token, whatever the text spells.
+
+        Raises ValueError for a lone surrogate, which is no text.
+        """
+        try:
+            return self._plain.encode(text, add_special_tokens=False).ids
+        except TypeError:
+            check_unicode([text])
+            raise
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode_text`` of each, in parallel also within long texts; recent ones come from memory.
 
         The lists must not be changed.
         """
-        return self._cache.encode(texts, self._encode_pieces)
+        try:
+            return self._cache.encode(texts, self._encode_pieces)
+        except TypeError:
+            check_unicode(texts)
+            raise
 
     def _encode_pieces(self, texts: list[str]) -> list[list[int]]:
         pieces = [cut(text) if self._can_be_cut else [text] for text in texts]
@@ -101,6 +112,15 @@ class Tokenizer:
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token ID {token_id} is outside the vocabulary of {self.vocab_size}")
         return self.token_bytes[token_id]
+
+
+def check_unicode(texts: Iterable[str]) -> None:
+    """Raise ValueError for a lone surrogate (of JSON, or of an argument that is not UTF-8): it has no bytes."""
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text must be Unicode, character {error.start} is a lone surrogate") from None
 
 
 def _find_control_ids(added: Mapping[str, int], spelling: Mapping[str, str], version: ModelVersion) -> dict[str, int]:
