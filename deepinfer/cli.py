@@ -23,10 +23,19 @@ app = typer.Typer(
 )
 
 
+def print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
 @app.callback(
     epilog=examples("deepinfer chat", "deepinfer generate 'Once upon a time'", "deepinfer serve --port 8000")
 )
-def root(debug: bool = typer.Option(False, "--debug", hidden=True, help="Show the traceback of an error.")) -> None:
+def root(
+    debug: bool = typer.Option(False, "--debug", hidden=True, help="Show the traceback of an error."),
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=print_version, help="Print the versions."),
+) -> None:
     if debug:
         os.environ["DEEPINFER_DEBUG"] = "1"
 
@@ -84,6 +93,9 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001  a traceback is never shown to a user
         if wants_traceback():
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help was asked for by giving no arguments
+            print(error.format_message(), end="")  # type: ignore[attr-defined]  # empty where it has been printed
+            sys.exit(0)
         bad_input = isinstance(error, ValueError | OSError) or hasattr(error, "format_message")
         if type(error).__name__ == "Abort":
             sys.exit(130)

@@ -8,6 +8,7 @@ left-padded batch and sub-batches of similar output length.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="deepinfer bench throughput",
         description=__doc__,
-        epilog="Examples: `deepinfer bench throughput`, `deepinfer bench throughput --quick`",
+        epilog="Examples: `deepinfer bench throughput`, `deepinfer bench throughput --quick`. Needs the dev extra.",
     )
     parser.add_argument("--repeats", type=int, default=3, help="alternating measurements of each workload (default 3)")
     names = [comparison.workload for comparison in COMPARISONS]
@@ -125,6 +126,8 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {options.repeats}")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("bench throughput needs transformers: pip install -e '.[dev]' (or make install-dev)")
     command = " ".join(["deepinfer bench throughput", *arguments])
     comparisons = QUICK if options.quick else COMPARISONS
     if options.workload and not options.quick:

@@ -98,7 +98,7 @@ def overhead(
         print(f"wrote {results.save('server_overhead', records)}")
 
 
-@app.command(epilog=examples("deepinfer bench report", "deepinfer bench report throughput --update"))
+@app.command(epilog=examples("deepinfer bench report", "deepinfer bench report nano --update"))
 def report(
     area: str = typer.Argument("all", help="File name in benchmarks/results without .json, or `all`."),
     results: Path = typer.Option(Path("benchmarks/results"), help="Folder of the result files."),

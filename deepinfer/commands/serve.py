@@ -47,10 +47,12 @@ def check_value(path: Path, name: str, value: Any, parameter: Any, context: type
     if parameter.multiple and not all(isinstance(item, str) for item in value):
         raise ValueError(f"{key} must be a text in quotes or a list of them, got {value!r}")
     try:
-        parameter.type_cast_value(context, value)
+        parameter.process_value(context, value)
     except Exception as error:
         text = error.format_message() if hasattr(error, "format_message") else str(error)
         raise ValueError(f"{key}: {text}") from None
+    if name == "api_key" and not all(item.strip() for item in value):
+        raise ValueError(f"{key} must not be empty")
     return value
 
 

@@ -49,7 +49,7 @@ class Engine:
 
     Args:
         runner: the model side.
-        config: sizes; max_model_len is cut to the model's limit and to what the block cache holds.
+        config: sizes; max_model_len is cut to what the block cache holds.
         eos_token_ids: tokens that end a sequence unless ignore_eos.
     """
 
@@ -58,7 +58,10 @@ class Engine:
         self.config = config
         self.eos_token_ids: Collection[int] = frozenset(eos_token_ids)
         cache_tokens = (runner.num_blocks - 1) * config.block_size
-        self.max_model_len = min(config.max_model_len or runner.max_model_len, runner.max_model_len, cache_tokens)
+        longest = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
+        self.max_model_len = min(longest, cache_tokens)
+        if cache_tokens < longest:
+            logger.warning("max_model_len is cut from %d to %d tokens, which the cache holds", longest, cache_tokens)
         self.scheduler = Scheduler(config, runner.num_blocks)
         self.requests: dict[str, Request] = {}
         self.num_prompt_tokens = 0

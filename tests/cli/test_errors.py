@@ -1,5 +1,6 @@
 """A mistake is one line on stderr that names the field, exit code 2, never a traceback."""
 
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -103,8 +104,31 @@ def test_a_config_file_is_read_and_checked(run: Run, tmp_path: Path) -> None:
     check(run("serve", "--config", str(path)), "modle", "model")
     path.write_text("[1, 2")
     check(run("serve", "--config", str(path)), str(path))
+    path.write_text("port: 70000\n")
+    check(run("serve", "--config", str(path)), str(path), "port", "65535")
+    path.write_text("port: [1]\n")
+    check(run("serve", "--config", str(path)), str(path), "port", "one value")
+    path.write_text("api-key: 5\n")
+    check(run("serve", "--config", str(path)), str(path), "api-key", "quotes")
+    path.write_text("api-key: secret\nmodel: unknown-beside-a-key\n")
+    check(run("serve", "--config", str(path)), "unknown-beside-a-key")
     path.with_suffix(".toml").write_text('max-model-len = "some"\n')
     check(run("serve", "--config", str(path.with_suffix(".toml"))), "--max-model-len", "some")
+
+
+def test_the_example_config_file_is_read(run: Run) -> None:
+    check(run("serve", "--config", "examples/server.yaml", "--model", "unknown"), "unknown")
+
+
+def test_no_longer_sequences_than_the_model_has(run: Run, checkpoint: Path) -> None:
+    for command in (["generate", "hi"], ["chat", "-q", "hi"], ["serve", "--port", "0"]):
+        check(run(*command, "--model", str(checkpoint), "--max-model-len", "1M"), "max_model_len", "1024", "1048576")
+
+
+def test_throughput_without_transformers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
+    check(run("bench", "throughput", "--quick"), "transformers", "[dev]")
 
 
 def test_a_taken_port(run: Run, checkpoint: Path) -> None:
