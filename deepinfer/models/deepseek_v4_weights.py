@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model_v4 import AttentionKind, ModelConfigV4
-from deepinfer.models.loader import open_shard, shard_names
+from deepinfer.models.loader import check_finite, open_shard, shard_names
 
 Shape = tuple[int, ...]
 
@@ -146,7 +146,7 @@ def collect_weights(
     Small tensors that steer mixing, norms and gates stay at least float32; routing tables are int64.
 
     Raises:
-        ValueError: names the first extra, misshapen, quantised or repeated tensor, or the first missing one.
+        ValueError: names the first extra, misshapen, quantised, repeated or infinite tensor, or the first missing one.
     """
     shapes = parameter_shapes(config)
     missing = {name: prod(shape) for name, shape in shapes.items()}
@@ -201,6 +201,7 @@ def _check_tensor(name: str, tensor: Tensor, parameter: str, is_known: bool) -> 
     if tensor.dtype not in allowed:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         raise ValueError(f"model: tensor {name!r} has dtype {tensor.dtype}, allowed for deepseek_v4: {names}")
+    check_finite(name, tensor)
 
 
 def load_weights(

@@ -8,6 +8,7 @@ Every name, shape and dtype is checked against the config from the headers alone
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from deepinfer.models.checkpoint_format import (
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PROGRESS_BYTES = 1 << 30  # smaller checkpoints are read in a second
+E8M0_NAN = 255  # the one byte of a scale that is not a power of two
 CHUNK_VALUES = 1 << 18  # values dequantised at a time: keeps the float32 temporaries small and in cache
 
 Include = Callable[[str], bool]
@@ -116,6 +118,8 @@ def load_weights(
         for name, spec in checkpoint.parameters.items()
     }
     for spec, expert, stored in _stream(checkpoint):
+        if expert is not None and stored.scale is not None:
+            check_finite(spec.name, stored.scale, is_scale=True)
         stored.dequantize_into(weights[spec.name] if expert is None else weights[spec.name][expert])
         del stored  # it keeps its shard mapped
     return weights
@@ -142,6 +146,9 @@ def load_quantized(
                 tensors[spec.name] = _empty_stack(stored, spec.shape[0], device)
             _fill(tensors[spec.name], expert, stored)
         del stored  # it keeps its shard mapped
+    for name, stack in tensors.items():
+        if is_routed_expert(name) and stack.scale is not None:
+            check_finite(name, stack.scale, is_scale=True)
     return tensors
 
 
@@ -336,4 +343,19 @@ def _get(shard: safe_open, name: str, tensor: TensorSpec, path: Path) -> Tensor:
         value = shard.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"model: tensor {name!r} of shard {path} cannot be read: {error}") from None
-    return value.view(torch.uint8) if tensor.storage in ("fp4", "e8m0") else value
+    value = value.view(torch.uint8) if tensor.storage in ("fp4", "e8m0") else value
+    if tensor.expert is None:  # of the many small experts, whole stacks are checked
+        check_finite(name, value, is_scale=tensor.storage == "e8m0")
+    return value
+
+
+def check_finite(name: str, value: Tensor, is_scale: bool = False) -> None:
+    """Raise ValueError for a scale that is NaN, or a NaN or infinity in a vector: norms, biases, sinks.
+
+    These are few enough to read twice. One in a matrix shows in the logits, which the engine checks at every step.
+    """
+    if is_scale:
+        if value.numel() and int(value.max()) == E8M0_NAN:
+            raise ValueError(f"model: tensor {name!r} has scale byte {E8M0_NAN}, which is NaN; allowed: 0..254")
+    elif value.dim() == 1 and not math.isfinite(value.sum(dtype=torch.float64)):
+        raise ValueError(f"model: tensor {name!r} holds NaN or infinity, allowed: finite values")

@@ -308,3 +308,13 @@ def test_truncated_file_is_named(tmp_path: Path) -> None:
 )
 def test_transformers_names(theirs: str, ours: str) -> None:
     assert place_of(theirs, CONFIG) == (ours, ())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_vector_that_is_not_finite_is_refused(value: float) -> None:
+    """Refused as it comes, before anything is missing."""
+    config = ModelConfigV4.from_dict(V4_FLASH)
+    norm = torch.ones(config.hidden_size)
+    norm[7] = value
+    with pytest.raises(ValueError, match=r"tensor 'norm\.weight' holds NaN or infinity"):
+        collect_weights([("norm.weight", norm)], config, torch.float32)

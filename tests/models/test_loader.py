@@ -381,3 +381,36 @@ def test_more_experts_than_the_checkpoint_has_end_at_the_first_missing_one(sourc
     config = replace(CONFIG, n_routed_experts=1 << 16, num_experts_per_tok=2)
     with pytest.raises(ValueError, match=r"'layers\.0\.ffn\.experts\.8\.w1\.weight' is missing"):
         load_quantized(source, config, include=is_routed_expert)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["norm.weight", "layers.3.attn.attn_sink", "layers.2.ffn.gate.bias"])
+def test_a_vector_that_is_not_finite_is_refused(copy, name, value):
+    edit(copy, lambda tensors: tensors[name].__setitem__(3, value))
+    for load in (load_weights, load_quantized):
+        with pytest.raises(ValueError, match=rf"tensor '{name}' holds NaN or infinity"):
+            load(copy, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("layers.0.attn.wq_a.scale", "layers.0.attn.wq_a.scale"),
+        ("layers.0.ffn.experts.7.w2.scale", "layers.0.ffn.experts.w2.weight"),
+        ("layers.1.engram.embed.scale", "layers.1.engram.embed.scale"),
+    ],
+)
+def test_a_scale_that_is_nan_is_refused(copy, name, named):
+    edit(copy, lambda tensors: tensors[name].view(torch.uint8)[-1].fill_(254))
+    load_weights(copy, CONFIG)
+    edit_single(copy, lambda tensors: tensors[name].view(torch.uint8)[-1, -1:].fill_(255))
+    for load in (load_weights, load_quantized):
+        with pytest.raises(ValueError, match=rf"tensor '{named}' has scale byte 255, which is NaN"):
+            load(copy, CONFIG)
+
+
+def edit_single(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """`edit` of a checkpoint that is one file already."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
