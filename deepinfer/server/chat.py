@@ -50,11 +50,11 @@ async def create_chat_completion(request: Request) -> Response:
     body = validate(ChatRequest, raw)
     state.check_model(body.model)
     try:
+        check_room(state, body.limit, body.limit_name)
         params = body.sampling_params(body.limit, body.logprob_count)
         stop = body.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None
-    check_room(state, params.max_tokens, body.limit_name)
     prepared = await beside_loop(request, prepare_chat, state, raw)
     conversation = prepared.with_output(stop, body.include_stop_str_in_output)
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)

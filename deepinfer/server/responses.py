@@ -46,7 +46,6 @@ async def prepare_response(
     """(input items, those of earlier responses included; prompt).  ApiError 400 naming the field at fault."""
     state = server_state(request)
     body.check_promises()
-    check_room(state, body.max_output_tokens, "max_output_tokens")
     items = body.input or []
     if isinstance(items, str):
         items = [{"type": "message", "role": "user", "content": items}]
@@ -79,6 +78,7 @@ async def create_response(request: Request) -> Response:
     body = validate(ResponsesRequest, raw)
     state.check_model(body.model)
     try:
+        check_room(state, body.limit, "max_output_tokens")
         params = body.sampling_params(body.limit, body.logprob_count)
         stop = body.stop_strings
     except ValueError as error:
