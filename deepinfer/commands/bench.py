@@ -8,7 +8,11 @@ import typer
 from deepinfer.commands import bench_serve
 from deepinfer.commands.options import examples, parse_numbers
 
-app = typer.Typer(help="Measure this machine, and print what was measured.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure this machine, and print what was measured.",
+    no_args_is_help=True,
+    epilog=examples("deepinfer bench latency", "deepinfer bench throughput --quick", "deepinfer bench report"),
+)
 bench_serve.register(app)
 
 

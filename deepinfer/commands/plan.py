@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +14,10 @@ from deepinfer.commands import options
 from deepinfer.commands.units import format_bytes, parse_bytes, parse_count
 
 if TYPE_CHECKING:
+    from deepinfer.config.model import ModelConfig
     from deepinfer.models.plan import DeploymentPlan
+
+MOST_GPUS = 256
 
 
 def register(app: typer.Typer) -> None:
@@ -43,19 +48,37 @@ def plan(
     from deepinfer.models.plan import load_plan_config, plan_deployment
 
     config = load_plan_config(model)
-    deployment = plan_deployment(
+    make_plan = partial(
+        plan_deployment,
         config,
-        num_gpus=gpus,
         gpu_memory_bytes=parse_bytes(gpu_memory, "--gpu-memory"),
         context_len=parse_count(context, "--context") if context else min(32 * 1024, config.max_position_embeddings),
         kv_dtype=kv_cache_dtype,
         memory_utilization=memory_utilization,
     )
+    deployment = make_plan(num_gpus=gpus)
     if json_output:
         print(json.dumps(asdict(deployment), indent=1))
     else:
         print_plan(model, deployment)
+        for note in notes(config, deployment, make_plan):
+            print(note)
     raise typer.Exit(0 if deployment.fits else 1)
+
+
+def notes(config: ModelConfig, plan: DeploymentPlan, make_plan: Callable[..., DeploymentPlan]) -> Iterator[str]:
+    """What the figures assume, and what would fit if this does not."""
+    if not plan.fits:
+        fitting = (count for count in range(1, MOST_GPUS + 1) if make_plan(num_gpus=count).fits)
+        fewest = next(fitting, None)
+        yield f"Fewest GPUs of this size that hold it: {fewest or f'none up to {MOST_GPUS}'}."
+    if plan.num_gpus == 1:
+        return
+    yield "Experts and Engram tables are split over the GPUs, the rest of the weights is on each."
+    yield "The cache of a sequence is on one GPU: the sequences of all GPUs add up (data parallel)."
+    yield "Serving on several GPUs is not implemented yet."
+    if config.n_routed_experts % plan.num_gpus:
+        yield f"{config.n_routed_experts} experts do not divide over {plan.num_gpus} GPUs: some hold one more."
 
 
 def print_plan(model: str, plan: DeploymentPlan) -> None:

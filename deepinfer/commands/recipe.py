@@ -12,7 +12,7 @@ from deepinfer.commands import options
 app = typer.Typer(help="The prompt format: check it against vector files.", no_args_is_help=True)
 
 
-@app.callback()
+@app.callback(epilog=options.examples("deepinfer recipe check tests/golden/recipe/*.json"))
 def recipe() -> None:
     """The prompt format: check it against vector files."""
 

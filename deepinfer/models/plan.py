@@ -64,7 +64,7 @@ def load_plan_config(model: str | Path) -> ModelConfig:
     Raises:
         ValueError: neither, or the config is invalid.
     """
-    path = BUILT_IN_CONFIGS.get(str(model), Path(model))
+    path = BUILT_IN_CONFIGS.get(str(model).removeprefix("deepseek-ai/"), Path(model))
     if not path.exists():
         names = ", ".join(BUILT_IN_CONFIGS)
         raise ValueError(f"model: {str(model)!r} is neither a path nor one of {names}")

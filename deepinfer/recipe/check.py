@@ -52,6 +52,8 @@ def load_vectors(path: str | Path) -> tuple[str, list[Vector]]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         kind, vectors = data["meta"]["kind"], data["vectors"]
+    except FileNotFoundError:
+        raise ValueError(f"there is no vector file {path}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a vector file: {error}") from error
     if kind not in ("render", "parse"):

@@ -42,7 +42,7 @@ RENDER_DIFFERENCES: dict[str, Difference] = {
     "responses_other_custom_tool": Difference("custom tools become functions with one text input", supported=True),
 }
 
-_NO_STRING_ATTRIBUTE = "a parameter without string attribute is a string; the library garbles the arguments"
+_NO_STRING_ATTRIBUTE = "a parameter without string attribute is a string"
 _CUT_CHARACTER = "tokens whose bytes make no whole character are counted too"
 
 PARSE_DIFFERENCES: dict[str, Difference] = {
