@@ -35,7 +35,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 demo: install
-	@$(BIN)/deepinfer chat --model nano --stats --max-tokens 200 --quick "Tell me a short story about a lighthouse keeper."
+	@$(BIN)/deepinfer chat --model nano --stats --temperature 0 --max-tokens 200 --quick "Emma keeps the lighthouse in Lisbon. She has a dog. What pet does Emma have?"
 
 lint: install-dev
 	$(BIN)/ruff check .
