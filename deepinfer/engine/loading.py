@@ -27,7 +27,7 @@ def resolve_model(model: str | Path) -> Path:
     except OSError:  # a name that no file may have
         pass
     names = ", ".join(map(repr, PACKAGED_MODELS))
-    raise ValueError(f"model must be {names} or a folder with a config.json, got {str(model)!r}")
+    raise ValueError(f"model must be {names} or a local folder with a config.json and weights, got {str(model)!r}")
 
 
 def check_device(device: str) -> None:
