@@ -118,6 +118,13 @@ def test_help_has_examples(run: Run) -> None:
     assert "deepinfer bench report" in run("bench", "report", "--help").stdout
 
 
+def test_no_arguments_is_help(run: Run) -> None:
+    for arguments in ((), ("bench",), ("recipe",)):
+        answer = run(*arguments)
+        assert (answer.returncode, answer.stderr) == (0, "") and "Examples" in answer.stdout, arguments
+    assert run("--version").stdout == run("version").stdout
+
+
 def test_version_in_a_process_of_its_own(run_process: Run) -> None:
     from deepinfer import __version__
 
