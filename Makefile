@@ -35,7 +35,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 demo: install
-	@$(BIN)/deepinfer chat --model nano --stats --temperature 0 --max-tokens 200 --quick "Emma keeps the lighthouse in Lisbon. She has a dog. What pet does Emma have?"
+	@$(BIN)/deepinfer chat --model nano --stats --temperature 0 --max-tokens 200 --quick "Write two sentences about a dog who loves rain."
 
 lint: install-dev
 	$(BIN)/ruff check .
