@@ -116,8 +116,9 @@ def check(arrivals: list[Arrival], config: EngineConfig) -> int:
     for i, got in outputs.items():
         prompt = arrivals[i].prompt()
         whole = torch.tensor([prompt + got[:-1]])
-        logits = reference.forward(weights(), CONFIG, whole, TOKEN_MAP, numerics=numerics)[0, len(prompt) - 1 :]
-        expected = logits.argmax(-1).tolist()
+        span = whole == CONFIG.image_token_id  # the id of every position of an image span, wherever it comes from
+        logits = reference.forward(weights(), CONFIG, whole, TOKEN_MAP, numerics=numerics, image_span=span)[0]
+        expected = logits[len(prompt) - 1 :].argmax(-1).tolist()
         assert got == expected, f"request {i} with a prompt of {len(prompt)} tokens"
         assert len(got) == arrivals[i].max_tokens or got[-1] == CONFIG.eos_token_id
     return preemptions
