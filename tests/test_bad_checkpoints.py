@@ -120,5 +120,5 @@ def test_more_tokens_than_a_model_without_engram_has(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [None, 5, 1.5, b"nano", [], "x" * 5000, "a\0b", "", Path("/nowhere")])
 def test_a_model_that_is_no_folder(model: Any) -> None:
-    with pytest.raises(ValueError, match=r"^model must be 'nano' or a folder with a config\.json, got "):
+    with pytest.raises(ValueError, match=r"^model must be 'nano' or a local folder with a config\.json and weights"):
         LLM(model)

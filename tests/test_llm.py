@@ -152,7 +152,7 @@ def test_sampling_params_of_a_wrong_type_are_refused_by_name(llm: LLM, params: o
 
 
 def test_bad_model_and_options() -> None:
-    with pytest.raises(ValueError, match="model must be 'nano' or a folder"):
+    with pytest.raises(ValueError, match="model must be 'nano' or a local folder"):
         LLM("/nowhere/at/all")
     with pytest.raises(ValueError, match="unknown engine option max_seqs"):
         LLM("nano", max_seqs=4)

@@ -94,15 +94,16 @@ class DrainingServer(uvicorn.Server):
         self.signal = signal.SIGTERM
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        again = self.state.draining
+        # The deadline first: a signal may come between any two lines of on_tick.
+        self.deadline = time.monotonic() + (0.0 if self.state.draining else self.timeout)
         self.state.draining, self.signal = True, signal.Signals(sig)
-        self.deadline = time.monotonic() + (0.0 if again else self.timeout)
 
     async def on_tick(self, counter: int) -> bool:
-        left = self.deadline - time.monotonic()
-        if self.state.draining and not self.should_exit and (left <= 0 or not self.state.running):
-            self.config.timeout_graceful_shutdown = max(0.0, left)  # type: ignore[assignment]
-            super().handle_exit(self.signal, None)
+        if self.state.draining and not self.should_exit:
+            left = self.deadline - time.monotonic()
+            if left <= 0 or not self.state.running:
+                self.config.timeout_graceful_shutdown = max(0.0, left)  # type: ignore[assignment]
+                super().handle_exit(self.signal, None)
         return await super().on_tick(counter)
 
 

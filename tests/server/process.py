@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,14 @@ import openai
 
 MODEL = "tiny"
 KEY = "secret-key"
+
+
+def lines_of(answer: httpx.Response) -> Iterator[str]:
+    """Lines of an event stream. httpx's own iter_lines also splits at U+2028 and the like, which JSON may hold."""
+    rest = b""
+    for part in answer.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (line.decode() for line in lines)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deepinfer import LLM, SamplingParams
-from tests.server.process import MODEL, Server
+from tests.server.process import MODEL, Server, lines_of
 
 PROMPT = "Once upon a time"
 
@@ -56,7 +56,7 @@ def test_usage_is_streamed_only_when_asked_for(server: Server) -> None:
     with server.http.stream(
         "POST", "/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "stream": True}
     ) as answer:
-        lines = [line for line in answer.iter_lines() if line]
+        lines = [line for line in lines_of(answer) if line]
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert lines[-1] == "data: [DONE]" and not any('"usage"' in line for line in lines)
 

@@ -22,7 +22,7 @@ from deepinfer.server.admission import Admission, Limits
 from deepinfer.server.errors import ApiError
 from deepinfer.server.metrics import Metrics
 from deepinfer.server.running import Ticket
-from tests.server.process import MODEL, Server, start_server
+from tests.server.process import MODEL, Server, lines_of, start_server
 
 LONG = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1000, "ignore_eos": True, "stream": True}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 900, "stream": True}
@@ -82,7 +82,7 @@ class Streaming:
     def _run(self, url: str, body: dict) -> None:
         with httpx.stream("POST", url, json=body, timeout=60) as answer:
             self.status = answer.status_code
-            for line in answer.iter_lines():
+            for line in lines_of(answer):
                 if line.startswith("data: {"):
                     self.events.append(json.loads(line[6:]))
                     self.started.set()

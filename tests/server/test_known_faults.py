@@ -27,7 +27,7 @@ from tests.server.forced import (
     request,
     whole,
 )
-from tests.server.process import KEY, MODEL, Server
+from tests.server.process import KEY, MODEL, Server, lines_of
 
 THREE_CALLS = (
     '<｜DSML｜ calls>\n<｜DSML｜ invoke name="now">\n\n</｜DSML｜ invoke>\n'
@@ -165,7 +165,7 @@ def test_vllm_3574_stream_equals_whole_with_and_without_the_stop_string(
     assert text(asked) == expected
     streamed = ""
     with server.http.stream("POST", path, json=body | asked | {"stream": True}) as answer:
-        for line in answer.iter_lines():
+        for line in lines_of(answer):
             if line.startswith("data: {"):
                 choice = json.loads(line[6:])["choices"][0]
                 streamed += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
@@ -252,7 +252,7 @@ def test_sglang_4707_usage_is_the_same_streamed_or_not(server: Server, path: str
     usage = server.http.post(path, json=body).json()["usage"]
     events = []
     with server.http.stream("POST", path, json=body | {"stream": True}) as answer:
-        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        events = [json.loads(line[6:]) for line in lines_of(answer) if line.startswith("data: {")]
     last = [event.get("usage") or event.get("response", {}).get("usage") for event in events]
     assert [found for found in last if found][-1] == usage
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage

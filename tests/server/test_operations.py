@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from deepinfer import __version__
-from tests.server.process import KEY, MODEL, Server, start_server
+from tests.server.process import KEY, MODEL, Server, lines_of, start_server
 from tests.server.test_errors import check_shape
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 900, "ignore_eos": True}
@@ -43,7 +43,7 @@ def test_abort(server: Server, path: str, name: str) -> None:
     headers = {"X-Request-Id": "mine-1"}
     with server.http.stream("POST", path, json=body | {"stream": True}, headers=headers) as answer:
         assert answer.headers["x-request-id"] == "mine-1"
-        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        lines = (line for line in lines_of(answer) if line.startswith("data: "))
         first = httpx.Response(200, content=next(lines)[6:]).json()
         answer_id = first["message"]["id"] if "message" in first else first["id"]
         for _ in range(4):
@@ -71,7 +71,7 @@ def test_a_key_aborts_its_own_requests_only(checkpoint: Path) -> None:
         one, two = (httpx.Client(base_url=server.url, headers={"x-api-key": key}, timeout=60) for key in ("one", "two"))
         headers = {"X-Request-Id": "mine"}
         with one.stream("POST", "/v1/completions", json=LONG | {"stream": True}, headers=headers) as answer:
-            lines = answer.iter_lines()
+            lines = lines_of(answer)
             next(lines)
             assert two.post("/abort_requests", json={"abort_all": True}).json()["aborted"] == []
             assert two.post("/abort_requests", json={"request_ids": ["mine"]}).json()["unknown"] == ["mine"]
