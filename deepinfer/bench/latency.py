@@ -60,8 +60,13 @@ def measure(
             for name, samples in (("TTFT", first), ("TPOT", later)):
                 records.append(
                     measured(
-                        f"{name} ({model}, batch {batch_size}, prompt {prompt_len})", part="1", unit="ms",
-                        value=statistics.median(samples), command=command, higher_is_better=False, samples=samples,
+                        f"{name} ({model}, batch {batch_size}, prompt {prompt_len})",
+                        part="1",
+                        unit="ms",
+                        value=statistics.median(samples),
+                        command=command,
+                        higher_is_better=False,
+                        samples=samples,
                     )  # fmt: skip
                 )
     return records

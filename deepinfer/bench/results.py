@@ -123,8 +123,13 @@ def device_name() -> str:
     """The GPU's name, else the CPU's name and thread count."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_device_name()
+
+
+def cpu_device_name() -> str:
+    """For what runs on the CPU of a machine that also has a GPU."""
+    import torch
+
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 

@@ -3,6 +3,8 @@
 Each system runs in its own process (same threads, FP32 arithmetic); measurements alternate between the two, and medians
 are compared. `transformers` gets the fastest of its expert implementations, and for many requests the faster of one
 left-padded batch and sub-batches of similar output length.
+
+With --device cuda, --synthetic or --engine-only the engine runs alone: prefill and decode rates of one batch.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from statistics import median
 from typing import Any
 
 from deepinfer.bench import results
+from deepinfer.bench.decode import add_model_options, engine_throughput
 from deepinfer.bench.workloads import workload
 
 AREA = "cpu_throughput"
+ENGINE_AREA = "engine_throughput"
 EXPERTS = ("grouped_mm", "eager")
 
 
@@ -117,18 +121,27 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="deepinfer bench throughput",
         description=__doc__,
-        epilog="Examples: `deepinfer bench throughput`, `deepinfer bench throughput --quick`. Needs the dev extra.",
+        epilog="Examples: `deepinfer bench throughput` (needs the dev extra), "
+        "`deepinfer bench throughput --device cuda --synthetic v41 --layers 8`",
     )
     parser.add_argument("--repeats", type=int, default=3, help="alternating measurements of each workload (default 3)")
     names = [comparison.workload for comparison in COMPARISONS]
     parser.add_argument("--workload", choices=names, help="only this one (default: all)")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; nothing is saved")
+    add_model_options(parser)
+    parser.add_argument("--engine-only", action="store_true", help="no baseline: the engine alone, on one batch")
+    parser.add_argument("--batch", type=int, default=64, help="sequences at once, engine alone (default 64)")
+    parser.add_argument("--prompt-len", type=int, default=128, help="tokens of a prompt, engine alone (default 128)")
+    parser.add_argument("--output-len", type=int, default=64, help="decode steps, engine alone (default 64)")
     options = parser.parse_args(arguments)
-    if options.repeats < 1:
-        parser.error(f"--repeats must be at least 1, got {options.repeats}")
+    if min(options.repeats, options.batch, options.prompt_len, options.output_len) < 1:
+        parser.error("--repeats, --batch, --prompt-len and --output-len must be at least 1")
+    command = " ".join(["deepinfer bench throughput", *arguments])
+    if options.engine_only or options.synthetic or options.device != "cpu":
+        report(engine_throughput(options, command), None if options.quick else ENGINE_AREA)
+        return
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("bench throughput needs transformers: pip install -e '.[dev]' (or make install-dev)")
-    command = " ".join(["deepinfer bench throughput", *arguments])
     comparisons = QUICK if options.quick else COMPARISONS
     if options.workload and not options.quick:
         comparisons = tuple(c for c in COMPARISONS if c.workload == options.workload)
@@ -142,7 +155,13 @@ def main(arguments: list[str]) -> None:
     finally:
         ours.close()
         theirs.close()
+    report(records, None if options.quick else AREA)
+
+
+def report(records: list[results.Record], area: str | None) -> None:
+    """Print the records, and keep them in an area of benchmarks/results."""
     for record in records:
-        print(f"{record.name}: {record.value:.1f} {record.unit}, {record.ratio:.2f} x {record.baseline_name}")
-    if not options.quick:
-        print(f"wrote {results.save(AREA, records)}")
+        ratio = "" if record.ratio is None else f", {record.ratio:.2f} x {record.baseline_name}"
+        print(f"{record.name}: {record.value:,.1f} {record.unit}{ratio}")
+    if area is not None:
+        print(f"wrote {results.save(area, records)}")

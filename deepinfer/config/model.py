@@ -223,20 +223,17 @@ class ModelConfig:
     @cached_property
     def engram_primes(self) -> tuple[tuple[int, ...], ...]:
         """Bucket counts of each Engram layer, size-major then head (spec: model, section 4)."""
-        seen: set[int] = set()
-        layers = []
-        for _ in self.engram_layer_ids:
-            primes = []
-            for _ in range(2, self.engram_max_ngram_size + 1):
-                current = self.engram_vocab_size - 1
-                for _ in range(self.engram_n_heads):
-                    current = _next_prime(current)
-                    while current in seen:
-                        current = _next_prime(current)
-                    seen.add(current)
-                    primes.append(current)
-            layers.append(tuple(primes))
-        return tuple(layers)
+        tables = (self.engram_max_ngram_size - 1) * self.engram_n_heads
+        return engram_primes(len(self.engram_layer_ids), tables, self.engram_vocab_size)
+
+
+def engram_primes(num_layers: int, num_tables: int, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Buckets of each of `num_tables` hash tables in each Engram layer: the primes from `vocab_size` on, in turn."""
+    primes, current = [], vocab_size - 1
+    for _ in range(num_layers * num_tables):
+        current = _next_prime(current)
+        primes.append(current)
+    return tuple(tuple(primes[i * num_tables : (i + 1) * num_tables]) for i in range(num_layers))
 
 
 def _next_prime(n: int) -> int:
