@@ -85,6 +85,11 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         "off",
         "whether prefill runs only those: mask hides the other rows, compact drops them",
     ),
+    "DEEPINFER_ZERO_OVERHEAD_SCHEDULING": (
+        _bool,
+        None,
+        "whether a step is launched before the tokens of the last one are read; default: on a GPU",
+    ),
 }
 
 

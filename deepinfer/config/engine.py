@@ -46,7 +46,10 @@ class EngineConfig:
         max_backtracking_tokens: tokens of a sequence that speculation may take back, which the sliding-window caches
             keep beside the window; None, and whatever is less, is what the model needs: its draft tokens + 1.
 
-    The last three default to the environment variables DEEPINFER_<NAME>.
+        zero_overhead_scheduling: schedule and launch a step before the tokens of the last one are read; None: where the
+            device runs beside the host (on a CPU there is nothing to hide, and tokens would come a step later).
+
+    The last four default to the environment variables DEEPINFER_<NAME>.
 
     Raises:
         ValueError: naming the field and the allowed values.
@@ -73,6 +76,15 @@ class EngineConfig:
     )
     max_backtracking_tokens: int | None = field(default_factory=partial(envs.get, "DEEPINFER_MAX_BACKTRACKING_TOKENS"))
 
+    zero_overhead_scheduling: bool | None = field(
+        default_factory=partial(envs.get, "DEEPINFER_ZERO_OVERHEAD_SCHEDULING")
+    )
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """What zero_overhead_scheduling comes to on this device."""
+        return self.device != "cpu" if self.zero_overhead_scheduling is None else self.zero_overhead_scheduling
+
     def __post_init__(self) -> None:
         minimum = {"block_size": 1, "num_blocks": 2, "cache_memory_bytes": 1, "max_num_seqs": 1,
                    "max_num_batched_tokens": 1, "prefill_chunk_size": 1, "max_model_len": 2, "seed": 0,
@@ -98,6 +110,10 @@ class EngineConfig:
             raise ValueError(f"device must be cpu, cuda or cuda:N, got {self.device!r}")
         if not isinstance(self.quantize_activations, bool):
             raise ValueError(f"quantize_activations must be true or false, got {self.quantize_activations!r}")
+        if self.zero_overhead_scheduling not in (None, True, False):
+            raise ValueError(
+                f"zero_overhead_scheduling must be true, false or null, got {self.zero_overhead_scheduling!r}"
+            )
         if self.yoco_prefill_truncation_mode not in YOCO_MODES:
             allowed = ", ".join(YOCO_MODES)
             raise ValueError(

@@ -1,9 +1,20 @@
-"""Engine: token ids in, token ids out. One step is schedule, run, sample, postprocess."""
+"""Engine: token ids in, token ids out. One step is schedule, run, sample, postprocess.
+
+Overlapped scheduling (the idea of NanoFlow and SGLang): a step is scheduled and launched before the tokens of the step
+in front of it are read. So the device has work while the host reads, post-processes and schedules:
+
+    host    schedule N+1 | launch forward N+1 | read N | postprocess N | launch sampling N+1 | schedule N+2 ...
+    device  ... forward N, sampling N         | forward N+1                                  | sampling N+1 ...
+
+Everything in front of a launched forward is in stream order, so blocks freed by `postprocess N` may be handed out at
+once. Sampling N+1 is launched with all tokens up to N known: penalties and masks need no special case.
+"""
 
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +33,7 @@ from deepinfer.observability.stats import StepStats
 from deepinfer.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.random import completion_seed
-from deepinfer.sampling.sampler import SamplerOutput, sample
+from deepinfer.sampling.sampler import LaunchedSample, SamplerOutput, launch_sample
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +53,18 @@ class Runner(Protocol):
     def run(self, inputs: ModelInputs) -> Tensor:
         """Logits float32 [R, vocab_size] of inputs.logits_rows."""
         ...
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on its way. `sequences` get a token each, row by row of `logits`; `token_slots` are their state slots."""
+
+    batch: ScheduledBatch
+    sequences: list[Sequence]
+    token_slots: Tensor
+    logits: Tensor
+    starts: np.ndarray  # int64 [S], tokens of each sequence that were in the cache before
+    sampled: LaunchedSample | None = None  # once sampling is launched
 
 
 class Engine:
@@ -66,6 +89,10 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        self.overlaps = config.overlaps_steps
+        self._in_flight: LaunchedStep | None = None  # launched and not read
+        # The latest token of each state slot, on the device: a step may need it before the host has read it.
+        self._latest_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=config.device)
         self._num_arrived = 0
         self._seeds = np.random.default_rng(config.seed)
         self.observer = Observer(config.device, getattr(runner, "flops", None))
@@ -89,7 +116,14 @@ class Engine:
         request = Request(request_id, list(prompt_token_ids), metrics)
         for index in range(params.n):
             seq = Sequence(
-                request_id, index, self._num_arrived, prompt_token_ids, params, completion_seed(seed, index), metrics
+                request_id,
+                index,
+                self._num_arrived,
+                prompt_token_ids,
+                params,
+                completion_seed(seed, index),
+                metrics,
+                self.max_model_len,
             )
             self._num_arrived += 1
             request.sequences.append(seq)
@@ -127,34 +161,74 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the news of every request it touched; an exception fails only those requests."""
+        """Launch a step, read the one in front of it (or this one, without overlap) and return its news.
+
+        An exception fails only the requests of the step that raised it.
+        """
         self.before_step()
+        launched, outputs = self._launch_forward()
+        outputs += self._finish(self._in_flight)
+        self._in_flight, failed = self._launch_sampling(launched)
+        outputs += failed
+        if not self.overlaps:
+            outputs += self._finish(self._in_flight)
+        if not (self.overlaps and self.requests):
+            self._in_flight = None
+        if self._check_integrity:
+            self.scheduler.check_integrity()
+        return _merged(outputs)
+
+    def _launch_forward(self) -> tuple[LaunchedStep | None, list[RequestOutput]]:
+        """Schedule the next step and start the model on it. None if there is nothing to do before tokens are read."""
         scope = self.observer.timer.scope
         with scope("schedule"):
             batch = self.scheduler.schedule()
             if batch is None:
-                return []
+                return None, []
             self._record_scheduled(batch)
+            sequences = batch.sampled
         try:
             with scope("inputs"):
-                inputs = build_model_inputs(batch, self.config)
+                inputs = build_model_inputs(batch, self.config, self._latest_tokens)
             with scope("forward"):
                 logits = self.runner.run(inputs)
-            with scope("sample"):
-                sampled = sample(logits, batch.sampled, self.eos_token_ids)
         except Exception as error:
-            logger.exception("a step of %d sequences failed", len(batch.sequences))
-            return self._fail(batch.sequences, f"{type(error).__name__}: {error}")
+            return None, self._failed_step(batch.sequences, error)
+        if batch.is_prefill:  # those with output were counted before they were preempted
+            self.num_prompt_tokens += sum(s.num_prompt_tokens for s in sequences if s.num_output_tokens == 0)
+        token_slots = inputs.state_slots
+        if len(sequences) < len(batch.sequences):
+            token_slots = torch.tensor([s.state_slot for s in sequences], dtype=torch.int32, device=logits.device)
+        starts = np.array([seq.num_computed for seq in batch.sequences])
+        self.scheduler.advance(batch)
+        return LaunchedStep(batch, sequences, token_slots, logits, starts), []
+
+    def _launch_sampling(self, step: LaunchedStep | None) -> tuple[LaunchedStep | None, list[RequestOutput]]:
+        """Start drawing the step's tokens. Sequences that ended meanwhile keep their rows, which are never read."""
+        if step is None:
+            return None, []
+        try:
+            with self.observer.timer.scope("sample"):
+                step.sampled = launch_sample(step.logits, step.sequences, self.eos_token_ids)
+                self._latest_tokens[step.token_slots.long()] = step.sampled.token_ids
+        except Exception as error:
+            return None, self._failed_step(step.batch.sequences, error)
+        return step, []
+
+    def _finish(self, step: LaunchedStep | None) -> list[RequestOutput]:
+        """Wait for the tokens of a step and return its news."""
+        if step is None or step.sampled is None:
+            return []
+        scope = self.observer.timer.scope
+        try:
+            with scope("read"):
+                sampled = step.sampled.read()
+        except Exception as error:
+            return self._failed_step(step.batch.sequences, error)
         with scope("postprocess"):
-            sequences = batch.sampled
-            if batch.is_prefill:  # those with output were counted before they were preempted
-                self.num_prompt_tokens += sum(s.num_prompt_tokens for s in sequences if s.num_output_tokens == 0)
-            self.scheduler.advance(batch)
-            outputs = self._postprocess(sequences, sampled)
+            outputs = self._postprocess(step.sequences, sampled)
         with scope("observe"):
-            self._observe(lambda: self.observer.after_step(self._step_stats(batch, len(sequences))))
-        if self._check_integrity:
-            self.scheduler.check_integrity()
+            self._observe(lambda: self.observer.after_step(self._step_stats(step)))
         return outputs
 
     def stats(self) -> EngineStats:
@@ -169,19 +243,16 @@ class Engine:
             num_output_tokens=self.num_output_tokens,
         )
 
-    def _step_stats(self, batch: ScheduledBatch, num_sampled: int) -> StepStats:
-        """What the step that just ended did."""
+    def _step_stats(self, step: LaunchedStep) -> StepStats:
+        """What a step did."""
         now = self.stats()
-        num_tokens = sum(batch.num_tokens)
         flops = None
         if self.observer.flops is not None:
-            counts = np.array(batch.num_tokens)
-            starts = np.array([seq.num_computed for seq in batch.sequences]) - counts
-            keep_from = decoder_start(batch, self.config)
-            flops = float(self.observer.flops.step(starts, counts, num_sampled, keep_from).total)
+            counts, keep_from = np.array(step.batch.num_tokens), decoder_start(step.batch, self.config)
+            flops = float(self.observer.flops.step(step.starts, counts, len(step.sequences), keep_from).total)
         return StepStats(
-            num_prompt_tokens=num_tokens if batch.is_prefill else 0,
-            num_output_tokens=num_sampled,
+            num_prompt_tokens=sum(step.batch.num_tokens) if step.batch.is_prefill else 0,
+            num_output_tokens=len(step.sequences),
             num_running=now.num_running,
             num_waiting=now.num_waiting,
             cache_usage=1 - now.num_free_blocks / now.num_blocks,
@@ -209,12 +280,12 @@ class Engine:
         now = time.monotonic()
         news: dict[str, RequestOutput] = {}
         finished: list[Sequence] = []
-        invalid = [sequences[row] for row in sampled.invalid_rows]
-        self.num_output_tokens += len(sequences) - len(invalid)
+        invalid = [sequences[row] for row in sampled.invalid_rows if sequences[row].finish_reason is None]
         for seq, token_id, logprob in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
-            if invalid and seq in invalid:
-                continue
-            seq.append(token_id, self.eos_token_ids, self.max_model_len)
+            if seq.finish_reason is not None or (invalid and seq in invalid):
+                continue  # it ended before this token was read, or has none
+            seq.append(token_id, self.eos_token_ids)
+            self.num_output_tokens += 1
             if seq.metrics.first_token_time is None:
                 seq.metrics.first_token_time = now
             completion = CompletionOutput(
@@ -234,12 +305,11 @@ class Engine:
                 if self.requests[request_id].finished:
                     self._forget(request_id, now)
                     news[request_id].finished = True
-        for failure in self._fail(invalid, "the model returned logits that are not finite"):
-            if failure.request_id in news:
-                news[failure.request_id].merge(failure)
-            else:
-                news[failure.request_id] = failure
-        return list(news.values())
+        return [*news.values(), *self._fail(invalid, "the model returned logits that are not finite")]
+
+    def _failed_step(self, sequences: list[Sequence], error: Exception) -> list[RequestOutput]:
+        logger.error("a step of %d sequences failed", len(sequences), exc_info=error)
+        return self._fail([s for s in sequences if s.finish_reason is None], f"{type(error).__name__}: {error}")
 
     def _fail(self, sequences: list[Sequence], error: str) -> list[RequestOutput]:
         """Finish every request that owns one of the sequences with reason "error"."""
@@ -262,3 +332,14 @@ class Engine:
         return RequestOutput(
             request.request_id, request.prompt_token_ids, outputs, request.finished, request.metrics, error
         )
+
+
+def _merged(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """One output a request."""
+    news: dict[str, RequestOutput] = {}
+    for output in outputs:
+        if output.request_id in news:
+            news[output.request_id].merge(output)
+        else:
+            news[output.request_id] = output
+    return list(news.values())

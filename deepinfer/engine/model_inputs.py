@@ -13,9 +13,14 @@ from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
 from deepinfer.models.inputs import ModelInputs
 
+PENDING = -1  # stands for a token that the host does not know yet
 
-def build_model_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
-    """Inputs for one step, on config.device."""
+
+def build_model_inputs(batch: ScheduledBatch, config: EngineConfig, latest_tokens: Tensor) -> ModelInputs:
+    """Inputs for one step, on config.device.
+
+    latest_tokens int64 [slots], there: the token sampled last for each state slot, for those that are not read yet.
+    """
     sequences = batch.sequences
     starts = np.array([s.num_computed for s in sequences], np.int64)
     counts = np.array(batch.num_tokens, np.int64)
@@ -29,19 +34,23 @@ def build_model_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInpu
         completes = np.array([s.num_computed + n == len(s) for s, n in _chunks(batch)])
         logits_rows = query_start[1:][completes].astype(np.int64) - 1
     else:
-        token_ids = np.array([s.token_ids[-1] for s in sequences], np.int64)
+        token_ids = np.array([PENDING if s.num_pending else s.token_ids[-1] for s in sequences], np.int64)
         positions = starts
         logits_rows = np.arange(len(sequences))
     keep_from = decoder_start(batch, config)
     on_device = partial(_to_device, device=config.device)
+    state_slots = on_device(np.array([s.state_slot for s in sequences], np.int32))
+    device_token_ids = on_device(token_ids)
+    if not batch.is_prefill and PENDING in token_ids:
+        device_token_ids = torch.where(device_token_ids < 0, latest_tokens[state_slots.long()], device_token_ids)
     return ModelInputs(
         is_prefill=batch.is_prefill,
-        token_ids=on_device(token_ids),
+        token_ids=device_token_ids,
         positions=on_device(positions),
         query_start=on_device(query_start),
         context_lens=on_device((starts + counts).astype(np.int32)),
         block_tables=on_device(_block_tables(batch)),
-        state_slots=on_device(np.array([s.state_slot for s in sequences], np.int32)),
+        state_slots=state_slots,
         logits_rows=on_device(logits_rows),
         keep_from=None if keep_from is None else on_device(keep_from),
         drop_rows=config.yoco_prefill_truncation_mode == "compact",

@@ -4,6 +4,9 @@ A step is homogeneous. Sequences move waiting -> prefilling -> prompted -> runni
 waiting with its tokens, to be recomputed from position 0. Prefill and decode steps take turns while both have work, so
 neither a long prompt nor a stream of arrivals can hold up the other. Progress is certain: a sequence that can never
 fit is refused on arrival, and the sequence with the longest output is preempted last.
+
+The next step may be scheduled while the device still draws the tokens of the last one: those are pending, and count. A
+sequence that turns out to have ended is in that next step for nothing; one that is known to be full is not.
 """
 
 import math
@@ -28,7 +31,7 @@ class ScheduledBatch:
 
     @property
     def sampled(self) -> list[Sequence]:
-        """Sequences that get a new token: all their tokens are in the cache after this step."""
+        """Sequences that get a new token: all their tokens are in the cache after this step. Ask before `advance`."""
         if not self.is_prefill:
             return self.sequences
         return [s for s, n in zip(self.sequences, self.num_tokens, strict=True) if s.num_computed + n == len(s)]
@@ -58,23 +61,27 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.prompted or self.running)
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step, with its blocks and slots taken; None when there is nothing left to do."""
+        """The next step, with its blocks and slots taken; None when there is nothing to do before tokens are read."""
         attempts = [self._schedule_prefill, self._schedule_decode]
         if self._last_was_prefill:
             attempts.reverse()
         batch = attempts[0]() or attempts[1]()
-        if batch is None and self.has_unfinished():
+        if batch is None and not any(s.num_pending for s in chain(self.prompted, self.running, self.waiting)):
+            if not self.has_unfinished():
+                return None
             raise RuntimeError("scheduler found no work although sequences are unfinished")
         self._last_was_prefill = batch is not None and batch.is_prefill
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """The step ran: its tokens are in the cache. Call before new tokens are appended."""
+        """The step is on its way: for the steps after it, its tokens are in the cache and new ones are pending."""
+        for seq in batch.sampled:
+            seq.num_pending += 1
         for seq, num_tokens in zip(batch.sequences, batch.num_tokens, strict=True):
             seq.num_computed += num_tokens
         if batch.is_prefill:
-            self.prompted += [s for s in batch.sequences if s.num_computed == len(s)]
-            self.prefilling = [s for s in self.prefilling if s.num_computed < len(s)]
+            self.prompted += [s for s in batch.sequences if s.num_pending]
+            self.prefilling = [s for s in self.prefilling if not s.num_pending]
 
     def remove(self, sequences: list[Sequence]) -> None:
         """Take finished, failed or aborted sequences out of every queue and free what they hold."""
@@ -100,7 +107,7 @@ class Scheduler:
             raise RuntimeError("a waiting sequence holds cache")
         if any(s.num_computed >= len(s) for s in self.prefilling):
             raise RuntimeError("a prefilling sequence has nothing left to compute")
-        if any(s.num_computed != len(s) - 1 for s in chain(self.prompted, self.running)):
+        if any(s.num_computed != s.num_tokens - 1 for s in chain(self.prompted, self.running)):
             raise RuntimeError("a decoding sequence must have exactly its last token left to compute")
 
     def _schedule_prefill(self) -> ScheduledBatch | None:
@@ -124,6 +131,8 @@ class Scheduler:
         """
         while self.waiting and self.slots.num_free:
             seq = self.waiting[0]
+            if seq.num_pending:  # preempted a moment ago; what it must recompute is not known yet
+                return
             is_idle = self.slots.num_free == self.slots.num_slots
             keep_free = 0 if is_idle else self.watermark_blocks
             if self.blocks.can_allocate(self.blocks.blocks_for(len(seq)), keep_free) is not AllocStatus.OK:
@@ -139,16 +148,15 @@ class Scheduler:
         self.running += self.prompted
         self.prompted = []
         block_size = self.blocks.block_size
-        growing = [s for s in self.running if len(s.block_table) * block_size < len(s)]
+        growing = [s for s in self.running if len(s.block_table) * block_size < s.num_tokens and not s.is_full]
         while len(growing) > self.blocks.num_free:
             victim = min(chain(self.running, self.prefilling), key=lambda s: (s.num_output_tokens, -s.arrival))
             self._preempt(victim)
             growing = [s for s in growing if s is not victim]
         for seq in growing:
-            self.blocks.extend(seq.block_table, len(seq))
-        if not self.running:
-            return None
-        return ScheduledBatch(list(self.running), [1] * len(self.running), is_prefill=False)
+            self.blocks.extend(seq.block_table, seq.num_tokens)
+        decoding = [s for s in self.running if not s.is_full]
+        return ScheduledBatch(decoding, [1] * len(decoding), is_prefill=False) if decoding else None
 
     def _preempt(self, victim: Sequence) -> None:
         """Send a sequence back to waiting, at its place by arrival, to recompute prompt and output."""

@@ -1,5 +1,6 @@
 """One token sequence in the engine, and the request that owns n of them."""
 
+import sys
 from array import array
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
@@ -15,11 +16,13 @@ class Sequence:
 
     `token_ids` (int64) and `block_table` (int32) are arrays, not lists: batches copy them without boxing.
     The cache holds the first `num_computed` tokens; the last token of a decoding sequence is not in it yet.
+    `num_pending` tokens (0 or 1) were sampled on the device after those in `token_ids` and have not been read yet;
+    counts that matter to the next step (`num_tokens`) include them.
     """
 
     __slots__ = (
-        "request_id", "index", "arrival", "params", "seed", "metrics", "num_prompt_tokens", "token_ids",
-        "block_table", "state_slot", "num_computed", "finish_reason", "stop_reason",
+        "request_id", "index", "arrival", "params", "seed", "metrics", "num_prompt_tokens", "max_num_tokens",
+        "token_ids", "block_table", "state_slot", "num_computed", "num_pending", "finish_reason", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -31,6 +34,7 @@ class Sequence:
         params: SamplingParams,
         seed: int,
         metrics: RequestMetrics,
+        max_model_len: int = sys.maxsize,
     ):
         self.request_id = request_id
         self.index = index
@@ -39,10 +43,16 @@ class Sequence:
         self.seed = seed
         self.metrics = metrics
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_num_tokens = max_model_len
+        if params.max_tokens is not None:
+            self.max_num_tokens = min(self.max_num_tokens, self.num_prompt_tokens + params.max_tokens)
+        if params.golden_token_ids is not None:
+            self.max_num_tokens = min(self.max_num_tokens, self.num_prompt_tokens + len(params.golden_token_ids))
         self.token_ids = array("q", prompt_token_ids)
         self.block_table = array("i")
         self.state_slot = NULL_SLOT
         self.num_computed = 0
+        self.num_pending = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
 
@@ -53,23 +63,28 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def append(self, token_id: int, eos_token_ids: Collection[int], max_model_len: int) -> None:
-        """Add a generated token and set finish_reason if it ends the sequence."""
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the pending tokens bring it to its length limit, whatever they are."""
+        return self.num_tokens >= self.max_num_tokens
+
+    def append(self, token_id: int, eos_token_ids: Collection[int]) -> None:
+        """Add a generated token, which was pending, and set finish_reason if it ends the sequence."""
         self.token_ids.append(token_id)
-        params, num_output = self.params, self.num_output_tokens
-        golden = params.golden_token_ids
-        if golden is None:  # before min_tokens the sampler makes these tokens impossible
+        self.num_pending -= 1
+        params = self.params
+        if params.golden_token_ids is None:  # before min_tokens the sampler makes these tokens impossible
             if token_id in params.stop_token_ids:
                 self.finish_reason, self.stop_reason = "stop", token_id
                 return
             if token_id in eos_token_ids and not params.ignore_eos:
                 self.finish_reason = "stop"
                 return
-        if (
-            num_output == params.max_tokens
-            or len(self.token_ids) >= max_model_len
-            or (golden is not None and num_output == len(golden))
-        ):
+        if len(self.token_ids) >= self.max_num_tokens:
             self.finish_reason = "length"
 
 

@@ -17,6 +17,11 @@ from tests.engine.toy_model import VOCAB_SIZE, ToyRunner, full_logits, greedy_or
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["in turn", "overlapped"])
+def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPINFER_ZERO_OVERHEAD_SCHEDULING", request.param)
+
+
 def run(engine: Engine) -> dict[str, RequestOutput]:
     got: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
@@ -276,3 +281,27 @@ def test_a_failing_observer_is_logged_and_costs_no_request(
     assert got.error is None
     assert got.outputs[0].token_ids == greedy_oracle([1, 2, 3], GREEDY, EOS, 76)[0]
     assert sum("an observer failed" in record.message for record in caplog.records) == 1
+
+
+def test_an_overlapped_step_is_launched_before_the_tokens_of_the_last_one_are_read() -> None:
+    engine = make_engine(4, 20, 4, 16, 64, zero_overhead_scheduling=True)
+    engine.add_request("r", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    launched, news = [], []
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        launched.append(len(engine.runner.steps))
+        news.append(sum(len(c.token_ids) for output in outputs for c in output.outputs))
+    # One prompt step and three decode steps; the fifth call only reads: the length limit is known before the token.
+    assert launched == [1, 2, 3, 4, 4] and news == [0, 1, 1, 1, 1]
+
+
+def test_a_stop_token_costs_an_overlapped_engine_one_row_and_no_token() -> None:
+    params = SamplingParams(temperature=0, max_tokens=30)
+    token_ids, reason, _ = greedy_oracle([1, 2, 3], params, {*range(0, VOCAB_SIZE, 4)}, 76)
+    assert reason == "stop" and len(token_ids) < 30
+    engine = make_engine(4, 20, 4, 16, 64, zero_overhead_scheduling=True)
+    engine.eos_token_ids = {*range(0, VOCAB_SIZE, 4)}
+    engine.add_request("r", [1, 2, 3], params)
+    assert run(engine)["r"].outputs[0].token_ids == token_ids
+    assert len(engine.runner.steps) == len(token_ids) + 1
+    assert_idle(engine)

@@ -81,6 +81,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[Arrival], EngineConfig]:
         max_num_batched_tokens=draw(st.integers(64, 1024)),
         kv_cache_dtype=draw(st.sampled_from(["fp64", "fp8"])),
         dtype="fp64",
+        zero_overhead_scheduling=draw(st.booleans()),
     )
     return arrivals, config
 

@@ -17,13 +17,16 @@ EOS = {3}
 tokens = st.integers(0, VOCAB_SIZE - 1)
 
 
-def make_engine(block_size: int, num_blocks: int, max_num_seqs: int, chunk: int, step_tokens: int) -> Engine:
+def make_engine(
+    block_size: int, num_blocks: int, max_num_seqs: int, chunk: int, step_tokens: int, **options: object
+) -> Engine:
     config = EngineConfig(
         block_size=block_size,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
         prefill_chunk_size=chunk,
         max_num_batched_tokens=step_tokens,
+        **options,
     )
     return Engine(ToyRunner(num_blocks, block_size, max_num_seqs), config, EOS)
 
@@ -78,9 +81,10 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         chunk=st.sampled_from([1, 2, 7, 64, 512]),
         step_tokens=st.integers(4, 200),
+        zero_overhead_scheduling=st.booleans(),
     )
-    def start(self, **sizes: int) -> None:
-        self.engine = make_engine(**sizes)
+    def start(self, **options: int) -> None:
+        self.engine = make_engine(**options)
         self.expected: dict[str, Expected] = {}
         self.got: dict[str, RequestOutput] = {}
 

@@ -27,7 +27,7 @@ def step(scheduler: Scheduler) -> ScheduledBatch:
     sampled = batch.sampled
     scheduler.advance(batch)
     for seq in sampled:
-        seq.append(1, (), 10_000)
+        seq.append(1, ())
     scheduler.check_integrity()
     return batch
 
