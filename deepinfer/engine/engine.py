@@ -24,7 +24,7 @@ from torch import Tensor
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
-from deepinfer.engine.model_inputs import build_model_inputs, decoder_start
+from deepinfer.engine.model_inputs import build_model_inputs, decoder_start, to_device
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
 from deepinfer.models.inputs import ModelInputs
@@ -198,7 +198,7 @@ class Engine:
             self.num_prompt_tokens += sum(s.num_prompt_tokens for s in sequences if s.num_output_tokens == 0)
         token_slots = inputs.state_slots
         if len(sequences) < len(batch.sequences):
-            token_slots = torch.tensor([s.state_slot for s in sequences], dtype=torch.int32, device=logits.device)
+            token_slots = to_device(np.array([s.state_slot for s in sequences], np.int32), self.config.device)
         starts = np.array([seq.num_computed for seq in batch.sequences])
         self.scheduler.advance(batch)
         return LaunchedStep(batch, sequences, token_slots, logits, starts), []

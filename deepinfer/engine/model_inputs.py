@@ -38,7 +38,7 @@ def build_model_inputs(batch: ScheduledBatch, config: EngineConfig, latest_token
         positions = starts
         logits_rows = np.arange(len(sequences))
     keep_from = decoder_start(batch, config)
-    on_device = partial(_to_device, device=config.device)
+    on_device = partial(to_device, device=config.device)
     state_slots = on_device(np.array([s.state_slot for s in sequences], np.int32))
     device_token_ids = on_device(token_ids)
     if not batch.is_prefill and PENDING in token_ids:
@@ -57,7 +57,8 @@ def build_model_inputs(batch: ScheduledBatch, config: EngineConfig, latest_token
     )
 
 
-def _to_device(array: np.ndarray, device: str) -> Tensor:
+def to_device(array: np.ndarray, device: str) -> Tensor:
+    """A copy there that the host does not wait for."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
