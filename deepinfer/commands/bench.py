@@ -102,6 +102,24 @@ def overhead(
         print(f"wrote {results.save('server_overhead', records)}")
 
 
+@app.command(epilog=examples("deepinfer bench tokenise", "deepinfer bench tokenise --rounds 31 --save"))
+def tokenise(
+    size: float = typer.Option(1.0, min=0.001, help="Megabytes of the message."),
+    rounds: int = typer.Option(15, min=1, help="Runs of all three, alternating; medians are reported."),
+    save: bool = typer.Option(False, "--save", help="Write benchmarks/results/tokenise.json."),
+) -> None:
+    """A long prompt to token IDs, beside `tokenizers` and deepseek-recipe in the same run, on two cores."""
+    from deepinfer.bench import results
+    from deepinfer.bench import tokenise as benchmark
+
+    command = f"deepinfer bench tokenise --size {size:g} --rounds {rounds}"
+    records = benchmark.measure(int(size * 1e6), rounds, command)
+    for record in records:
+        print(f"{record.name}: {1 / (record.ratio or 1):.2f} x faster")
+    if save:
+        print(f"wrote {results.save('tokenise', records)}")
+
+
 @app.command(epilog=examples("deepinfer bench report", "deepinfer bench report nano --update"))
 def report(
     area: str = typer.Argument("all", help="File name in benchmarks/results without .json, or `all`."),
