@@ -51,10 +51,11 @@ def add_requests(engine: Engine, batch: int, prompt_len: int, max_tokens: int, s
 
 
 def prefill(engine: Engine) -> None:
-    """Step until every request decodes."""
+    """Step until every request decodes. Raises ValueError if they do not fit at once."""
     scheduler = engine.scheduler
     while scheduler.waiting or scheduler.prefilling or scheduler.prompted:
-        engine.step()
+        if any(output.finished for output in engine.step()):
+            raise ValueError("bench: the batch does not fit into the cache at once")
 
 
 def decode(engine: Engine, num_steps: int) -> float:
@@ -100,7 +101,7 @@ def engine_throughput(options: argparse.Namespace, command: str) -> list[results
     """Prefill and decode rates of one model at one batch size; medians over options.repeats runs."""
     model = benchmark_model(options.model, options.device, options.synthetic, options.layers, options.experts)
     max_model_len = options.prompt_len + WARM_UP_STEPS + options.output_len + 10
-    config = EngineConfig(max_num_seqs=options.batch, max_model_len=max_model_len, device=options.device)
+    config = EngineConfig(max_num_seqs=options.batch, max_model_len=max_model_len, watermark=0.0, device=options.device)
     engine = benchmark_engine(model, config)
     measure_batch(engine, options.batch, options.prompt_len, min(options.output_len, 5), seed=0)  # warms up
     runs = []

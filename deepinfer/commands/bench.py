@@ -44,6 +44,16 @@ def yoco(context: typer.Context) -> None:
     _run("yoco", context.args)
 
 
+@app.command(
+    context_settings=_FORWARD,
+    add_help_option=False,
+    epilog=examples("deepinfer bench overlap", "deepinfer bench overlap --device cuda --synthetic v41"),
+)
+def overlap(context: typer.Context) -> None:
+    """Decoding with overlapped scheduling on and off, and how long the device is idle."""
+    _run("overlap", context.args)
+
+
 @app.command(epilog=examples("deepinfer bench latency", "deepinfer bench latency --batch-sizes 1,32 --save"))
 def latency(
     model: str = typer.Option("nano", help="`nano` or a checkpoint folder."),

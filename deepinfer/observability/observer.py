@@ -30,7 +30,7 @@ class Observer:
         self.flops = flops
         self.stats = StatsLogger(envs.get("DEEPINFER_STATS_INTERVAL"), peak_flops=lambda: _peak_of(device))
         self.collector = CollectorHold(envs.get("DEEPINFER_GC_INTERVAL_STEP"))
-        self.capture = TraceCapture(envs.get("DEEPINFER_PROFILER_DIR"))
+        self.capture = TraceCapture(envs.get("DEEPINFER_PROFILER_DIR"), self.timer)
         port = envs.get("DEEPINFER_PROFILER_PORT")
         self.profiler = None
         if port is not None:

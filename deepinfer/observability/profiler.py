@@ -22,16 +22,22 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 
+from deepinfer.observability.timers import CPUTimer
+
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 10_000
 
 
 class TraceCapture:
-    """At most one trace at a time. Requests come from any thread; `between_steps` carries them out."""
+    """At most one trace at a time. Requests come from any thread; `between_steps` carries them out.
 
-    def __init__(self, directory: Path) -> None:
+    While it records, the scopes of `timer` are ranges in the trace.
+    """
+
+    def __init__(self, directory: Path, timer: CPUTimer | None = None) -> None:
         self.directory = directory
+        self.timer = timer or CPUTimer(False)
         self.wake: Callable[[], None] = lambda: None  # makes an idle engine call between_steps soon
         self.state = "idle"  # idle, starting, recording or stopping
         self.latest: Path | None = None
@@ -73,6 +79,7 @@ class TraceCapture:
                     activities.append(torch.profiler.ProfilerActivity.CUDA)
                 self._profiler = torch.profiler.profile(activities=activities)
                 self._profiler.start()
+                self.timer.annotated = True
             if self.state == "starting":
                 self.state = "recording"
             else:
@@ -88,6 +95,7 @@ class TraceCapture:
                 self._finish()
 
     def _finish(self) -> None:
+        self.timer.annotated = False
         self._profiler.stop()
         self.directory.mkdir(parents=True, exist_ok=True)
         name = f"deepinfer-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06}.json"

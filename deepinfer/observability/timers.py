@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 WINDOW = 1024  # durations kept a name
+SCOPE_PREFIX = "engine: "  # of CPUTimer's scopes in a trace
 
 
 class Event(Protocol):
@@ -63,15 +64,23 @@ class Durations:
 
 
 class CPUTimer:
-    """Wall time of `with timer.scope(name)`. Off, a scope is one shared object that does nothing."""
+    """Wall time of `with timer.scope(name)`. Off, a scope is one shared object that does nothing.
+
+    While `annotated`, scopes are ranges of the profiler's trace instead, under SCOPE_PREFIX and their name.
+    """
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
+        self.annotated = False
         self.durations = Durations()
         self._scopes: dict[str, _Scope] = {}
 
     def scope(self, name: str) -> AbstractContextManager:
         """Scopes of different names nest; one name inside itself does not."""
+        if self.annotated:
+            from torch.profiler import record_function
+
+            return record_function(SCOPE_PREFIX + name)
         if not self.enabled:
             return _OFF
         scope = self._scopes.get(name)
