@@ -10,10 +10,12 @@ from deepinfer.kernels.reference.engram import engram_gate, engram_hash
 from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, hc_pre
 from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, mask_to_candidates, top_k_positions
 from deepinfer.kernels.reference.moe import moe_experts, moe_experts_fp4, moe_gate
+from deepinfer.kernels.reference.sampling import draw_tokens
 
 __all__ = [
     "RowFormat",
     "candidate_blocks",
+    "draw_tokens",
     "engram_gate",
     "engram_hash",
     "hc_post",

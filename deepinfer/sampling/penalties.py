@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.sampling.transfer import upload
 from deepinfer.sampling.types import SampledSequence
 
 
@@ -21,14 +22,23 @@ def edit_logits(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_
     penalised = [row for row in rows if sequences[row].params.has_penalties]
     if penalised:
         _apply_penalties(logits, penalised, sequences)
+    biased: list[int] = []  # flat indices
+    biases: list[float] = []
+    banned: list[int] = []
     for row in rows:
         params = sequences[row].params
+        start = row * logits.shape[1]
         if params.logit_bias:
-            token_ids = torch.tensor(list(params.logit_bias), device=logits.device)
-            logits[row, token_ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+            biased += [start + token_id for token_id in params.logit_bias]
+            biases += params.logit_bias.values()
         if sequences[row].num_output_tokens < params.min_tokens:
-            banned = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-            logits[row, torch.tensor(sorted(banned), dtype=torch.int64, device=logits.device)] = -torch.inf
+            stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+            banned += [start + token_id for token_id in stops]
+    flat, device = logits.view(-1), logits.device
+    if biased:
+        flat.index_add_(0, upload(np.array(biased), device), upload(np.array(biases, np.float32), device))
+    if banned:
+        flat.index_fill_(0, upload(np.array(banned), device), -torch.inf)
     return logits
 
 
@@ -42,8 +52,7 @@ def _apply_penalties(logits: Tensor, rows: list[int], sequences: Sequence[Sample
     def gathered(parts: list[np.ndarray], field: str) -> tuple[Tensor, Tensor]:
         values = [getattr(sequences[row].params, field) for row in rows]
         per_token = np.repeat(np.array(values, np.float32), [len(part) for part in parts])
-        index = torch.from_numpy(np.concatenate(parts)).to(logits.device)
-        return index, torch.from_numpy(per_token).to(logits.device)
+        return upload(np.concatenate(parts), logits.device), upload(per_token, logits.device)
 
     if any(sequences[row].params.repetition_penalty != 1 for row in rows):
         index, penalty = gathered(histories, "repetition_penalty")

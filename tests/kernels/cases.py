@@ -269,6 +269,29 @@ def moe_experts_fp4(g: torch.Generator) -> Iterator[Case]:
             yield x, chosen, gates, p13.view(torch.uint8), s13, p2.view(torch.uint8), s2, limit, quantize
 
 
+def draw_tokens(g: torch.Generator) -> Iterator[Case]:
+    def column(*values: float, rows: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)[integers(g, 0, len(values), rows)]
+
+    for rows, width in ((0, 9), (1, 1), (1, 129), (40, 30), (9, 3001), (3, 40_000)):
+        logits = normal(g, rows, width) * 2
+        seeds = integers(g, -(2**62), 2**62, rows, dtype=torch.int64)
+        counters = integers(g, 0, 2**40, rows, dtype=torch.int64)
+        everything = torch.full((rows,), width)
+        few = integers(g, 1, width + 1, rows, dtype=torch.int64)
+        plain, zeros = torch.ones(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64)
+        yield logits, plain, everything, plain, zeros, seeds, counters
+        yield tied_scores(g, rows, width).clamp_min(-1e9), zeros, everything, plain, zeros, seeds, counters
+        heat = column(0.0, 1e-300, 0.3, 1.0, 3.0, rows=rows)
+        top_p, min_p = column(1.0, 0.9, 0.3, 1e-6, rows=rows), column(0.0, 0.2, 1.0, rows=rows)
+        for counts in (everything, few, few.clamp_max(50)):
+            yield logits, heat, counts, top_p, min_p, seeds, counters
+    broken = broken_rows(g, 5, 300)
+    ones = torch.ones(5, dtype=torch.float64)
+    yield broken, ones, torch.full((5,), 300), ones, ones * 0, torch.arange(5), torch.arange(5)
+    yield broken, ones, torch.full((5,), 7), ones * 0.5, ones * 0.1, torch.arange(5), torch.arange(5)
+
+
 CACHES = [("float32", RowFormat.FP8), ("bfloat16", RowFormat.NVFP4), *(("packed", f) for f in RowFormat)]
 
 
@@ -306,6 +329,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
     f.__name__: f
     for f in (
         candidate_blocks,
+        draw_tokens,
         engram_gate,
         engram_hash,
         hc_post,

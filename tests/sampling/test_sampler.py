@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.engine.sequence import Sequence
+from deepinfer.kernels.reference.sampling import uniforms
 from deepinfer.outputs import RequestMetrics
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.penalties import edit_logits
-from deepinfer.sampling.random import completion_seed, uniforms
+from deepinfer.sampling.random import completion_seed
 from deepinfer.sampling.sampler import sample
 
 EOS = {2}
@@ -121,11 +122,12 @@ def test_wide_nucleus(top_p: float) -> None:
 
 
 def test_successive_draws_of_one_seed_are_independent() -> None:
-    u = uniforms([42] * 60_000, list(range(60_000)))
+    every, constant = np.arange(60_000, dtype=np.uint64), np.ones(60_000, np.uint64)
+    u = uniforms(42 * constant, every)
     assert 0 <= u.min() and u.max() < 1
     pairs = (u[:-1] * 8).astype(int) * 8 + (u[1:] * 8).astype(int)
     assert_distribution(pairs.tolist(), np.full(64, 1 / 64))
-    across = uniforms(list(range(60_000)), [3] * 60_000)
+    across = uniforms(every, 3 * constant)
     pairs = (across[:-1] * 8).astype(int) * 8 + (across[1:] * 8).astype(int)
     assert_distribution(pairs.tolist(), np.full(64, 1 / 64))
 
@@ -134,7 +136,7 @@ def test_completions_of_one_request_have_unrelated_draws() -> None:
     seeds = [completion_seed(99, index) for index in range(100)]
     assert seeds == list(range(99, 199))
     assert completion_seed(MAX_SEED, 2) == 1  # seeds wrap around, they never leave the allowed range
-    draws = [tuple(uniforms([seed] * 20, list(range(20)))) for seed in seeds]
+    draws = [tuple(uniforms(np.full(20, seed, np.uint64), np.arange(20, dtype=np.uint64))) for seed in seeds]
     assert len({value for draw in draws for value in draw}) == 2000  # no stream is a shifted copy of another
 
 
