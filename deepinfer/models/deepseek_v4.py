@@ -10,6 +10,7 @@ FP4 index keys, and its draft blocks are not implemented and are refused or skip
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,7 @@ class DeepseekV4:
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.default_cache_dtype = self.dtype
         self.yoco_window: tuple[int, int] | None = None
+        self.mark: Callable[[str], None] | None = None  # called with the name of the part that has just ended
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.head = weights.pop("head.weight").to(self.wide)
         self.head_fn, self.head_base, self.head_scale = (
@@ -97,11 +99,21 @@ class DeepseekV4:
         h = F.embedding(inputs.token_ids, self.embed).unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous()
         for layer in self.layers:
             x, post, comb = hc_enter(h, layer.attention_hc, config)
-            h = ops.hc_post(h, layer.attention.forward(x, config, step, caches), post, comb)
+            self._mark("rest")
+            y = layer.attention.forward(x, config, step, caches)
+            self._mark("attention")
+            h = ops.hc_post(h, y, post, comb)
             x, post, comb = hc_enter(h, layer.ffn_hc, config)
-            h = ops.hc_post(h, layer.ffn.forward(x, inputs.token_ids, config), post, comb)
+            self._mark("rest")
+            y = layer.ffn.forward(x, inputs.token_ids, config)
+            self._mark("moe")
+            h = ops.hc_post(h, y, post, comb)
         y = ops.rms_norm(self._collapse(h[inputs.logits_rows]), self.norm, config.rms_norm_eps)
         return ops.linear(y.to(self.wide), self.head)
+
+    def _mark(self, part: str) -> None:
+        if self.mark is not None:
+            self.mark(part)
 
     def _collapse(self, h: Tensor) -> Tensor:
         """The streams [R, hc, D] weighted into one [R, D]."""

@@ -6,6 +6,7 @@ taken out of the loaded dict one by one, so that fusing them does not hold two c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,7 @@ class DeepseekV41:
         self.default_cache_dtype = torch.uint8  # the released FP8 and FP4 rows
         self.yoco_window: tuple[int, int] | None = (config.sliding_window, config.max_backtracking_tokens)
         self.quantize_activations = quantize_activations
+        self.mark: Callable[[str], None] | None = None  # called with the name of the part that has just ended
         self.embed = weights.pop("embed.weight")
         self.norm = weights.pop("norm.weight")
         self.dtype, self.device = self.embed.dtype, self.embed.device
@@ -132,6 +134,7 @@ class DeepseekV41:
                     layer.engram.forward(lazy.materialize(), ngrams, config, self.quantize_activations)
                 )
             x, pre, lazy = hc_enter(lazy, p_prev, layer.attention_hc, config)
+            self._mark("rest")
             if layer.attention.compressor is not None:
                 layer.attention.compressor.forward(x, step, caches)
             if decoder is not None and layer.plan.layer_id == config.num_encoder_layers:
@@ -141,10 +144,17 @@ class DeepseekV41:
                 if not len(rows):
                     break  # no row of this chunk goes on
             y = layer.attention.forward(x, config, step, caches, sharing, self.quantize_activations)
+            self._mark("attention")
             x, p_prev, lazy = hc_enter(lazy.with_output(y), pre, layer.ffn_hc, config)
+            self._mark("rest")
             lazy = lazy.with_output(layer.ffn.forward(x, step.inputs.token_ids, config, self.quantize_activations))
+            self._mark("moe")
         rows = step.inputs.logits_rows
         return self._logits(lazy.rows(rows), p_prev[rows])
+
+    def _mark(self, part: str) -> None:
+        if self.mark is not None:
+            self.mark(part)
 
     def _logits(self, lazy: HCLazyPostData, p_prev: Tensor) -> Tensor:
         h = lazy.materialize().to(self.wide)

@@ -26,6 +26,7 @@ class Model(Protocol):
     eos_token_ids: tuple[int, ...]
     default_cache_dtype: torch.dtype
     yoco_window: tuple[int, int] | None  # (sliding window, backtracking tokens); None: no YoCo truncation
+    mark: Callable[[str], None] | None  # forward calls it with the part that has just ended: attention, moe or rest
 
     def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:
         """Bytes that one block of tokens takes in all layers."""

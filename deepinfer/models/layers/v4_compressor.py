@@ -44,10 +44,9 @@ class CompressorV4:
     def _pool(inputs: Tensor, plan: GroupPlan, carry: Tensor) -> Tensor:
         """Softmax over the tokens of each group, per channel -> [groups, dim]."""
         nothing = torch.zeros_like(inputs[:1])
-        nothing[:, 1] = float("-inf")  # the group before the first one: weight 0
+        nothing[:, 1] = float("-inf")  # no token: weight 0
         num_groups, span = plan.members.shape
-        series = plan.series.repeat(num_groups)
-        members = torch.cat((inputs, nothing))[plan.members.flatten(), :, series]  # [groups * span, 2, dim]
-        members[plan.carried] = carry[plan.carried_slots, plan.carried_offsets, :, series[plan.carried]]
+        tokens = torch.cat((inputs, nothing, carry[plan.state_slots].flatten(0, 1)))
+        members = tokens[plan.members.flatten(), :, plan.series.repeat(num_groups)]  # [groups * span, 2, dim]
         kv, gate = members.unflatten(0, (num_groups, span)).unbind(2)
         return (kv * gate.softmax(dim=1)).sum(1)

@@ -18,20 +18,21 @@ from deepinfer.models.layers.step import Geometry, Rotation, WindowPlan, entry_s
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Groups that this step completes, for the layers of one kind."""
+    """Groups that this step completes, for the layers of one kind; in a decode step one candidate a row.
+
+    As in step.py, no shape of a decode step depends on values: a group that stays open goes to the null block.
+    """
 
     visible: Tensor  # int32 [N] groups that each row may see
-    members: Tensor  # int64 [groups, span] new row of each pooled token; N: none (carried, or before the first token)
+    members: Tensor  # int64 [groups, span] into [N new rows | nothing | S * span carried], the pooled tokens
     series: Tensor  # int64 [span] which series of the token a member contributes
-    carried: Tensor  # int64 [C] members, counted flat, whose token is in the carry
-    carried_slots: Tensor  # int64 [C] state slot of each
-    carried_offsets: Tensor  # int64 [C] place of each in the carry ring
+    state_slots: Tensor  # int64 [S]
     group_slots: Tensor  # int64 [groups] where the entry goes in the paged cache
     rotation: Rotation  # at the first token of each group
     kept_rows: Tensor  # int64 [kept] new rows that stay in the carry
     kept_slots: Tensor  # int64 [kept]
     kept_offsets: Tensor  # int64 [kept]
-    visible_slots: Tensor | None  # int32 [N, max(visible)] slots of every visible group, -1 = unused (HEAVY only)
+    visible_slots: Tensor | None  # int32 [N, at least max(visible)] slots of visible groups, -1 = unused (HEAVY only)
 
 
 @dataclass(frozen=True)
@@ -73,30 +74,38 @@ def _group_plan(
     g: Geometry, plan: LayerPlanV4, block_size: int, inputs: ModelInputs, frequencies: Tensor, dtype: torch.dtype
 ) -> GroupPlan:
     ratio, span = plan.compress_ratio, plan.group_span
-    first_group = g.start // ratio
-    sequence, offset = expand(g.context // ratio - first_group)
-    group = first_group[sequence] + offset
+    num_rows, entries = len(g.positions), block_size // ratio
+    if inputs.is_prefill:
+        first_group = g.start // ratio
+        sequence, offset = expand(g.context // ratio - first_group)
+        group = first_group[sequence] + offset
+        is_complete = torch.ones_like(group, dtype=torch.bool)
+        kept_rows = torch.where(g.positions >= g.context[g.owner] - span)[0]
+    else:
+        sequence, group = g.owner, g.positions // ratio
+        is_complete = g.positions % ratio == ratio - 1
+        kept_rows = g.owner
     member = torch.arange(span, device=group.device)
     position = group.unsqueeze(1) * ratio + member - (span - ratio)  # [groups, span]
     column = sequence.unsqueeze(1)
-    is_new = position >= g.start[column]
-    carried = torch.where(((position >= 0) & ~is_new).flatten())[0]
-    entries = block_size // ratio
-    kept_rows = torch.where(g.positions >= g.context[g.owner] - span)[0]
+    nothing = num_rows  # before the first token, or behind the last one
+    carried = num_rows + 1 + column * span + position % span
+    members = torch.where(position >= g.start[column], g.row_of(column, position), carried)
+    members = torch.where((position >= 0) & (position < g.context[column]), members, nothing)
+    group_slots = inputs.block_tables[sequence, group // entries].long() * entries + group % entries
     visible = (g.positions + 1) // ratio
     visible_slots = None
     if plan.kind is AttentionKind.HEAVY:
-        every = torch.arange(int(visible.max()), device=group.device)
+        most = int(visible.max()) if inputs.is_prefill else inputs.block_tables.shape[1] * entries
+        every = torch.arange(most, device=group.device)
         every = torch.where(every < visible.unsqueeze(1), every, -1)
         visible_slots = entry_slots(every, inputs.block_tables, g.owner, entries)
     return GroupPlan(
         visible=visible.to(torch.int32),
-        members=torch.where(is_new, g.row_of(column, position), len(g.positions)),
+        members=members,
         series=member // ratio,
-        carried=carried,
-        carried_slots=g.state_slots[sequence[carried // span]],
-        carried_offsets=position.flatten()[carried] % span,
-        group_slots=inputs.block_tables[sequence, group // entries].long() * entries + group % entries,
+        state_slots=g.state_slots,
+        group_slots=torch.where(is_complete, group_slots, 0),
         rotation=Rotation.at(group * ratio, frequencies, dtype),
         kept_rows=kept_rows,
         kept_slots=g.state_slots[g.owner[kept_rows]],

@@ -1,0 +1,85 @@
+"""Stable buffers of padded decode steps: where a CUDA graph reads its inputs.
+
+All inputs of a step lie in one buffer, so that one copy brings them to the device. Every shape has its own layout of
+the same memory: steps are in stream order, so the next one is written only after the last one has been read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.models.inputs import ModelInputs
+
+ALIGNMENT = 16  # bytes; kernels may load vectors
+
+
+def packed_size(sizes: list[int]) -> int:
+    """Bytes of regions of `sizes` bytes, each aligned."""
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+def packed_views(buffer: Tensor, parts: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
+    """Contiguous tensors laid one behind the other in `buffer` uint8 [at least packed_size bytes]."""
+    views, offset = [], 0
+    for dtype, shape in parts:
+        size = int(np.prod(shape)) * dtype.itemsize
+        views.append(buffer[offset : offset + size].view(dtype).view(shape))
+        offset += packed_size([size])
+    return views
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Rows (sequences) and block-table columns of a padded decode step."""
+
+    rows: int
+    blocks: int
+
+    def parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """token_ids, positions, context_lens, state_slots, block_tables."""
+        rows = (self.rows,)
+        return [
+            (torch.int64, rows),
+            (torch.int64, rows),
+            (torch.int32, rows),
+            (torch.int32, rows),
+            (torch.int32, (self.rows, self.blocks)),
+        ]
+
+    def num_bytes(self) -> int:
+        return packed_size([int(np.prod(shape)) * dtype.itemsize for dtype, shape in self.parts()])
+
+
+class StepBuffers:
+    """One buffer for every shape up to `largest`; `inputs(shape)` are views of it."""
+
+    def __init__(self, largest: StepShape, device: torch.device | str) -> None:
+        self.storage = torch.zeros(largest.num_bytes(), dtype=torch.uint8, device=device)
+        self._query_start = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
+        self._logits_rows = torch.arange(largest.rows, device=device)
+
+    def inputs(self, shape: StepShape) -> ModelInputs:
+        """Inputs of a step of this shape, whatever the buffer holds at the moment."""
+        token_ids, positions, context_lens, state_slots, block_tables = packed_views(self.storage, shape.parts())
+        query_start, logits_rows = self._query_start[: shape.rows + 1], self._logits_rows[: shape.rows]
+        return ModelInputs(
+            False, token_ids, positions, query_start, context_lens, block_tables, state_slots, logits_rows
+        )
+
+
+def pad_inputs(inputs: ModelInputs, padded: ModelInputs) -> None:
+    """Copy a decode step into the larger `padded`; the rows behind it read and write the null block and slot only."""
+    num_rows, num_blocks = inputs.block_tables.shape
+    padded.token_ids[:num_rows] = inputs.token_ids
+    padded.positions[:num_rows] = inputs.positions
+    padded.context_lens[:num_rows] = inputs.context_lens
+    padded.state_slots[:num_rows] = inputs.state_slots
+    padded.block_tables[:num_rows, :num_blocks] = inputs.block_tables
+    padded.block_tables[:num_rows, num_blocks:] = 0
+    for rest in (padded.token_ids, padded.positions, padded.state_slots, padded.block_tables):
+        rest[num_rows:] = 0
+    padded.context_lens[num_rows:] = 1

@@ -1,0 +1,175 @@
+"""A decode step of fixed shape: the same plan as the general one, no look at values, padding that harms nobody."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from deepinfer.engine.step_buffers import StepBuffers, StepShape, pad_inputs
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.layers import step as step_module
+from deepinfer.models.layers.step import CompressionPlan, Geometry, StepMetadata, _compression_plan
+from tests.models.test_deepseek_v41 import BLOCK_SIZE, Driver, make_model
+
+RATIOS = (1, 2, 4)
+FREQUENCIES = torch.tensor([1.0, 0.1], dtype=torch.float64)
+
+
+def decode_inputs(positions: list[int], seed: int) -> ModelInputs:
+    """A decode step of sequences at these positions, with shuffled blocks and slots."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = len(positions)
+    blocks = max(positions) // BLOCK_SIZE + 1
+    tables = (torch.randperm(num_rows * blocks, generator=generator) + 1).int().view(num_rows, blocks)
+    at = torch.tensor(positions)
+    return ModelInputs(
+        is_prefill=False,
+        token_ids=torch.randint(3, 500, (num_rows,), generator=generator),
+        positions=at,
+        query_start=torch.arange(num_rows + 1, dtype=torch.int32),
+        context_lens=(at + 1).int(),
+        block_tables=tables,
+        state_slots=(torch.randperm(num_rows, generator=generator) + 1).int(),
+        logits_rows=torch.arange(num_rows),
+    )
+
+
+def plans(inputs: ModelInputs, ratio: int) -> tuple[CompressionPlan, CompressionPlan]:
+    """The general plan, which the geometry of a prefill step gives, and that of the decode step."""
+    arguments = (ratio, BLOCK_SIZE, inputs.block_tables, FREQUENCIES, torch.float64)
+    general = _compression_plan(Geometry.of(replace(inputs, is_prefill=True)), *arguments)
+    return general, step_module._decode_compression_plan(Geometry.of(inputs), *arguments)
+
+
+batches = st.lists(st.integers(0, 100), min_size=1, max_size=8)
+
+
+@settings(deadline=None)
+@given(positions=batches, ratio=st.sampled_from(RATIOS), seed=st.integers(0, 1000))
+def test_a_decode_plan_does_what_the_general_plan_does(positions: list[int], ratio: int, seed: int) -> None:
+    inputs = decode_inputs(positions, seed)
+    general, decode = plans(inputs, ratio)
+    torch.testing.assert_close(decode.visible, general.visible)
+    complete = torch.tensor([position % ratio == ratio - 1 for position in positions])
+    for name in ("members", "group_slots"):
+        assert torch.equal(getattr(decode, name)[complete], getattr(general, name)), name
+    for name in ("cos", "sin"):
+        assert torch.equal(getattr(decode.rotation, name)[complete], getattr(general.rotation, name)), name
+    for name in ("pending_rows", "pending_slots", "pending_offsets"):
+        assert torch.equal(getattr(decode, name)[~complete], getattr(general, name)), name
+    # What is left over reads rows that exist, and writes the null block (block 0) and the null slot.
+    assert decode.members.min() >= 0 and decode.members.max() < len(positions) * (1 + ratio)
+    assert (decode.group_slots[~complete] < BLOCK_SIZE // ratio).all()
+    assert (decode.pending_slots[complete] == 0).all()
+
+
+@settings(deadline=None)
+@given(positions=batches, seed=st.integers(0, 1000))
+def test_the_other_fields_are_those_of_the_general_geometry(positions: list[int], seed: int) -> None:
+    inputs = decode_inputs(positions, seed)
+    decode, general = Geometry.of(inputs), Geometry.of(replace(inputs, is_prefill=True))
+    for field in fields(Geometry):
+        assert torch.equal(getattr(decode, field.name), getattr(general, field.name)), field.name
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_no_shape_depends_on_values(rows: int) -> None:
+    """Fake tensors have no values: an operation that asks for one raises."""
+    config, _, model = make_model(torch.float32)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = decode_inputs([17] * rows, 0)
+        fake = replace(
+            inputs,
+            **{
+                f.name: mode.from_tensor(v)
+                for f in fields(inputs)
+                if isinstance(v := getattr(inputs, f.name), torch.Tensor)
+            },
+        )
+        step = StepMetadata.build(fake, config, model.frequencies, BLOCK_SIZE, torch.float32)
+        assert step.window.slots.shape == (rows, config.sliding_window)
+        with pytest.raises(Exception, match="(?i)data.dependent|repeat_interleave"):
+            StepMetadata.build(replace(fake, is_prefill=True), config, model.frequencies, BLOCK_SIZE, torch.float32)
+
+
+def padded_copy(inputs: ModelInputs, shape: StepShape) -> ModelInputs:
+    padded = StepBuffers(shape, "cpu").inputs(shape)
+    for part in (padded.token_ids, padded.positions, padded.context_lens, padded.state_slots, padded.block_tables):
+        part.fill_(3)  # what an earlier step left there
+    pad_inputs(inputs, padded)
+    return padded
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=2, max_size=7),
+    num_real=st.integers(1, 6),
+    more_blocks=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+)
+@pytest.mark.parametrize("cache_dtype", ["fp32", "fp8"])
+def test_padding_rows_change_no_bit_of_the_others(
+    cache_dtype: str, lengths: list[int], num_real: int, more_blocks: int, seed: int
+) -> None:
+    """The same rows beside other sequences and beside padding: matrix products of one shape round in one way.
+
+    Caches too: every row but those of the null block, the null slot and the sequences that are left out.
+    """
+    config, _, model = make_model(torch.float32)
+    num_real = min(num_real, len(lengths) - 1)
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [torch.randint(3, config.vocab_size - 2, (n + 3,), generator=generator) for n in lengths]
+    driver = Driver(model, cache_dtype, [n + 3 for n in lengths], seed)
+    driver.step(sequences, dict(enumerate(lengths)), True)
+    other = copy.deepcopy(driver.caches)
+    slots = driver.slots[:num_real].long()
+    blocks = driver.tables[:num_real].unique()
+    blocks = blocks[blocks > 0].long()
+    for _ in range(3):
+        inputs = driver.inputs(sequences, dict.fromkeys(range(len(lengths)), 1), False)
+        shape = StepShape(len(lengths), inputs.block_tables.shape[1] + more_blocks)
+        beside_others = model.forward(inputs, driver.caches)
+        beside_padding = model.forward(padded_copy(first_rows(inputs, num_real), shape), other)
+        assert torch.equal(beside_padding[:num_real], beside_others[:num_real])
+        assert torch.isfinite(beside_padding).all()
+        assert torch.equal(driver.caches.state.storage[slots], other.state.storage[slots])
+        for mine, theirs in (
+            (driver.caches.blocks.latents, other.blocks.latents),
+            (driver.caches.blocks.index_keys, other.blocks.index_keys),
+        ):
+            for layer in mine:
+                assert torch.equal(mine[layer][blocks].view(torch.uint8), theirs[layer][blocks].view(torch.uint8))
+
+
+def first_rows(inputs: ModelInputs, num_rows: int) -> ModelInputs:
+    """A decode step of the first sequences only."""
+    return replace(
+        inputs,
+        token_ids=inputs.token_ids[:num_rows],
+        positions=inputs.positions[:num_rows],
+        query_start=inputs.query_start[: num_rows + 1],
+        context_lens=inputs.context_lens[:num_rows],
+        block_tables=inputs.block_tables[:num_rows],
+        state_slots=inputs.state_slots[:num_rows],
+        logits_rows=inputs.logits_rows[:num_rows],
+    )
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 40, 17], [8, 7, 6, 30, 31]])
+def test_padded_logits_are_those_of_the_step_alone(lengths: list[int]) -> None:
+    config, _, model = make_model(torch.float64)
+    sequences = [torch.arange(3, n + 9) % config.vocab_size for n in lengths]
+    driver = Driver(model, "fp64", [n + 6 for n in lengths], 1)
+    driver.step(sequences, dict(enumerate(lengths)), True)
+    other = copy.deepcopy(driver.caches)
+    for _ in range(6):
+        inputs = driver.inputs(sequences, dict.fromkeys(range(len(lengths)), 1), False)
+        padded = padded_copy(inputs, StepShape(8, inputs.block_tables.shape[1] + 3))
+        alone = model.forward(inputs, driver.caches)
+        torch.testing.assert_close(model.forward(padded, other)[: len(lengths)], alone, rtol=0, atol=1e-11)
