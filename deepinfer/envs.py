@@ -48,6 +48,12 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         "where compiled kernels are kept; default: deepinfer in the user's cache folder",
     ),
     "DEEPINFER_CHECK_INTEGRITY": (_bool, False, "check queues, blocks and slots after every step (slow)"),
+    "DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL": (
+        _number(int, 1),
+        8,
+        "distance between the batch sizes that are captured as CUDA graphs",
+    ),
+    "DEEPINFER_CUDA_GRAPHS": (_bool, None, "whether decode steps are captured as CUDA graphs; default: on a GPU"),
     "DEEPINFER_DEBUG": (_bool, False, "show the traceback of an error on the command line"),
     "DEEPINFER_ENGINE_TIMEOUT": (
         _number(float, 0),
@@ -75,6 +81,7 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "DEEPINFER_PROFILER_PORT": (_number(int, 0), None, "port of the profiler's HTTP endpoint; default: no endpoint"),
     "DEEPINFER_STATS_INTERVAL": (_number(float, 0), 10.0, "seconds between lines of statistics in the log; 0: none"),
     "DEEPINFER_TIMERS": (_bool, False, "time the parts of a step and log their medians with the statistics"),
+    "DEEPINFER_TORCH_COMPILE": (_bool, False, "run decode steps through torch.compile (minutes of compiling)"),
     "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": (
         int,
         None,

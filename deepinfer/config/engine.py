@@ -45,11 +45,15 @@ class EngineConfig:
         yoco_prefill_keep_tokens: at least window + max_backtracking_tokens of the model.
         max_backtracking_tokens: tokens of a sequence that speculation may take back, which the sliding-window caches
             keep beside the window; None, and whatever is less, is what the model needs: its draft tokens + 1.
-
         zero_overhead_scheduling: schedule and launch a step before the tokens of the last one are read; None: where the
             device runs beside the host (on a CPU there is nothing to hide, and tokens would come a step later).
 
-    The last four default to the environment variables DEEPINFER_<NAME>.
+        cuda_graphs: pad decode steps to a ladder of shapes and capture each as a CUDA graph; None: on a GPU, if its
+            kernels can be captured. On a CPU the padded steps run as they are: for tests.
+        cudagraph_batch_size_interval: distance between the captured batch sizes above the first powers of two.
+        torch_compile: run the decode steps, padded, through torch.compile: minutes of compiling for each shape.
+
+    The last seven default to the environment variables DEEPINFER_<NAME>.
 
     Raises:
         ValueError: naming the field and the allowed values.
@@ -75,10 +79,14 @@ class EngineConfig:
         default_factory=partial(envs.get, "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS")
     )
     max_backtracking_tokens: int | None = field(default_factory=partial(envs.get, "DEEPINFER_MAX_BACKTRACKING_TOKENS"))
-
     zero_overhead_scheduling: bool | None = field(
         default_factory=partial(envs.get, "DEEPINFER_ZERO_OVERHEAD_SCHEDULING")
     )
+    cuda_graphs: bool | None = field(default_factory=partial(envs.get, "DEEPINFER_CUDA_GRAPHS"))
+    cudagraph_batch_size_interval: int = field(
+        default_factory=partial(envs.get, "DEEPINFER_CUDAGRAPH_BATCH_SIZE_INTERVAL")
+    )
+    torch_compile: bool = field(default_factory=partial(envs.get, "DEEPINFER_TORCH_COMPILE"))
 
     @property
     def overlaps_steps(self) -> bool:
@@ -88,7 +96,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         minimum = {"block_size": 1, "num_blocks": 2, "cache_memory_bytes": 1, "max_num_seqs": 1,
                    "max_num_batched_tokens": 1, "prefill_chunk_size": 1, "max_model_len": 2, "seed": 0,
-                   "yoco_prefill_keep_tokens": 1, "max_backtracking_tokens": 1}  # fmt: skip
+                   "yoco_prefill_keep_tokens": 1, "max_backtracking_tokens": 1,
+                   "cudagraph_batch_size_interval": 1}  # fmt: skip
         optional = ("num_blocks", "cache_memory_bytes", "max_model_len", "seed", "yoco_prefill_keep_tokens",
                     "max_backtracking_tokens")  # fmt: skip
         for name, low in minimum.items():
@@ -114,6 +123,10 @@ class EngineConfig:
             raise ValueError(
                 f"zero_overhead_scheduling must be true, false or null, got {self.zero_overhead_scheduling!r}"
             )
+        if self.cuda_graphs not in (None, True, False):
+            raise ValueError(f"cuda_graphs must be true, false or null, got {self.cuda_graphs!r}")
+        if not isinstance(self.torch_compile, bool):
+            raise ValueError(f"torch_compile must be true or false, got {self.torch_compile!r}")
         if self.yoco_prefill_truncation_mode not in YOCO_MODES:
             allowed = ", ".join(YOCO_MODES)
             raise ValueError(

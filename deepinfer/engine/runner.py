@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.reading import read_model_config
+from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.memory import check_caches_fit
 from deepinfer.models.caches import CACHE_DTYPES
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.registry import Model, load_model
 from deepinfer.observability.flops import FlopsEstimator
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -52,7 +58,10 @@ def check_max_model_len(config: EngineConfig, limit: int) -> None:
 
 
 class ModelRunner:
-    """Owns the caches. `num_blocks` counts the null block."""
+    """Owns the caches. `num_blocks` counts the null block.
+
+    `graphs` runs the decode steps in padded, captured shapes; None: they run eagerly, as they come.
+    """
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         check_truncation(model, config)
@@ -76,6 +85,8 @@ class ModelRunner:
             cache_dtype,
             config.max_backtracking_tokens or 0,
         )
+        longest = min(longest, (self.num_blocks - 1) * config.block_size)
+        self.graphs = self._make_graphs(config, -(-longest // config.block_size))
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, config: EngineConfig) -> ModelRunner:
@@ -83,6 +94,44 @@ class ModelRunner:
         check_max_model_len(config, read_model_config(path).max_position_embeddings)  # before minutes of loading
         return cls(load_model(path, compute_dtype(config), config.device, config.quantize_activations), config)
 
-    def run(self, inputs: ModelInputs) -> Tensor:
-        """Logits float32 [R, vocab_size] of inputs.logits_rows."""
+    def _make_graphs(self, config: EngineConfig, max_blocks: int) -> DecodeGraphs | None:
+        """Captured decode steps as `config` asks for them.
+
+        Without a word from it, a step that cannot be captured is no error: kernels may be missing (no Triton).
+        """
+        on_gpu = torch.device(config.device).type == "cuda"
+        if not (on_gpu if config.cuda_graphs is None else config.cuda_graphs) and not config.torch_compile:
+            return None
+        forward = torch.compile(self.forward, dynamic=False) if config.torch_compile else self.forward
+        timed = on_gpu and envs.get("DEEPINFER_TIMERS")
+        graphs = DecodeGraphs(
+            forward,
+            config.max_num_seqs,
+            config.cudagraph_batch_size_interval,
+            max_blocks,
+            config.device,
+            self._set_mark if timed else None,
+        )
+        if not on_gpu or config.cuda_graphs is False:
+            return graphs
+        try:
+            graphs.capture()
+        except RuntimeError as error:
+            if config.cuda_graphs:
+                raise ValueError(f"cuda_graphs must be false or unset here: {error}") from error
+            logger.warning("decode steps run without CUDA graphs: %s", error)
+            return None
+        return graphs
+
+    def _set_mark(self, mark: Callable[[str], None] | None) -> None:
+        self.model.mark = mark
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """Logits float32 [R, vocab_size] of inputs.logits_rows, eagerly."""
         return self.model.forward(inputs, self.caches).float()
+
+    def run(self, inputs: ModelInputs) -> Tensor:
+        """The same, through a graph where there is one for the step."""
+        if inputs.is_prefill or self.graphs is None:
+            return self.forward(inputs)
+        return self.graphs.run(inputs)

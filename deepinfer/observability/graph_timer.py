@@ -18,13 +18,16 @@ EVENT_RECORD_NODE = 7  # CU_GRAPH_NODE_TYPE_EVENT_RECORD
 class EventBuffers:
     """Two buffers of the same marks, and which of them the next replay writes. Knows nothing of graphs.
 
+    Stretches of one name are added up: a replay adds one duration a name. Several buffers may share `durations`.
     `done` of a buffer is recorded behind the replay: only then do the events inside the graph belong to that replay.
     """
 
-    def __init__(self, new_mark: Callable[[], Event], new_done: Callable[[], Event]) -> None:
+    def __init__(
+        self, new_mark: Callable[[], Event], new_done: Callable[[], Event], durations: Durations | None = None
+    ) -> None:
         self.names: list[str] = []
         self.marks: tuple[list[Event], list[Event]] = ([], [])
-        self.durations = Durations()
+        self.durations = Durations() if durations is None else durations
         self.dropped = 0
         self._new_mark = new_mark
         self._done = (new_done(), new_done())
@@ -55,12 +58,15 @@ class EventBuffers:
                 continue
             self._unread[index] = False
             marks = self.marks[index]
+            milliseconds: dict[str, float] = {}
             for name, start, end in zip(self.names[1:], marks, marks[1:], strict=False):
-                self.durations.add(name, round(start.elapsed_time(end) * 1e6))
+                milliseconds[name] = milliseconds.get(name, 0.0) + start.elapsed_time(end)
+            for name, total in milliseconds.items():
+                self.durations.add(name, round(total * 1e6))
 
 
 class CUDAGraphTimer:
-    """Times of the stretches between the marks of one graph.
+    """Times of the stretches between the marks of one graph, taken into `durations` (None: its own).
 
     timer = CUDAGraphTimer()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -72,8 +78,8 @@ class CUDAGraphTimer:
     timer.replay()  # in place of graph.replay()
     """
 
-    def __init__(self) -> None:
-        self._buffers = EventBuffers(lambda: timing_event(external=True), timing_event)
+    def __init__(self, durations: Durations | None = None) -> None:
+        self._buffers = EventBuffers(lambda: timing_event(external=True), timing_event, durations)
         self._graph: Any = None
         self._nodes: EventNodes | None = None
 
@@ -104,8 +110,12 @@ class CUDAGraphTimer:
             raise RuntimeError("CUDAGraphTimer: attach a captured graph before replay")
         self._buffers.launch(self._nodes.set_events, self._graph.replay)
 
-    def summary(self) -> dict[str, ScopeTime]:
+    def read(self) -> None:
+        """Take in the times of every replay that has finished; never waits."""
         self._buffers.read()
+
+    def summary(self) -> dict[str, ScopeTime]:
+        self.read()
         return self._buffers.durations.summary()
 
 

@@ -1,0 +1,224 @@
+"""DecodeGraphs: decode steps padded to a few shapes, each captured once as a CUDA graph and replayed ever after.
+
+A decode step launches hundreds of small kernels; a graph launches them with one call. It is frozen: shapes and
+addresses are those of the capture. So a step is padded to the next shape of a ladder and its inputs are written to
+stable buffers (step_buffers.py). Prefill stays eager: its shapes vary too much, and its kernels are long.
+
+On a CPU the same class runs the padded steps eagerly, or through torch.compile. A draft model gets a second instance
+with another forward function.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.engine.step_buffers import StepBuffers, StepShape, pad_inputs
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.observability.graph_timer import CUDAGraphTimer
+from deepinfer.observability.timers import Durations
+
+logger = logging.getLogger(__name__)
+
+NARROWEST = 256  # block-table columns up to which there is one width only
+WIDTH_FACTOR = 8  # between the widths of longer tables
+WARM_UPS = 2  # eager runs of a shape before its capture: kernels are compiled and tuned in the first
+
+
+def batch_sizes(max_num_seqs: int, interval: int) -> list[int]:
+    """Rows of the captured steps: powers of two below `interval`, its multiples, and max_num_seqs."""
+    powers = [1 << i for i in range(interval.bit_length()) if 1 << i < min(interval, max_num_seqs)]
+    return [*powers, *range(interval, max_num_seqs, interval), max_num_seqs]
+
+
+def table_widths(max_blocks: int) -> list[int]:
+    """Block-table columns of the captured steps. Work on a table grows with its width, even where it is unused."""
+    widths = [max_blocks]
+    while widths[0] > NARROWEST:
+        widths.insert(0, -(-widths[0] // WIDTH_FACTOR))
+    return widths
+
+
+def step_shapes(max_num_seqs: int, interval: int, max_blocks: int) -> list[StepShape]:
+    """All shapes, by width, then rows. Wide tables get powers of two only: few long sequences run at a time."""
+    narrow, *wide = table_widths(max_blocks)
+    shapes = [StepShape(rows, narrow) for rows in batch_sizes(max_num_seqs, interval)]
+    powers = batch_sizes(max_num_seqs, 1 << max_num_seqs.bit_length())
+    return [*shapes, *(StepShape(rows, blocks) for blocks in wide for rows in powers)]
+
+
+class DecodeGraphs:
+    """Runs decode steps in captured shapes.
+
+    Args:
+        forward: ModelInputs of a decode step -> tensor [rows, ...]; no shape and no launch may depend on values.
+        max_num_seqs: rows of the largest step.
+        interval: distance between captured batch sizes.
+        max_blocks: columns of the widest block table.
+        device: of the inputs. Graphs are captured on a GPU only.
+        set_mark: takes what `forward` is to call with the name of the part that has just ended (None: nothing), while
+            a graph is captured with times of its parts; None: no times.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[ModelInputs], Tensor],
+        max_num_seqs: int,
+        interval: int,
+        max_blocks: int,
+        device: torch.device | str,
+        set_mark: Callable[[Callable[[str], None] | None], None] | None = None,
+    ) -> None:
+        self.forward = forward
+        self.shapes = step_shapes(max_num_seqs, interval, max_blocks)
+        self.device = torch.device(device)
+        self.buffers = StepBuffers(StepShape(max_num_seqs, max_blocks), device)
+        self.inputs = {shape: self.buffers.inputs(shape) for shape in self.shapes}
+        self.capture_seconds = 0.0
+        self.capture_bytes = 0
+        self.part_times = Durations()  # of replayed steps, by part
+        self._set_mark = set_mark
+        self._replays: dict[StepShape, Callable[[], None]] = {}
+        self._timers: list[CUDAGraphTimer] = []
+        self._outputs: Tensor | None = None  # [max_num_seqs, ...]
+
+    def shape_of(self, num_rows: int, num_blocks: int) -> StepShape:
+        """The smallest captured shape that holds a step. Raises ValueError if none does."""
+        for shape in self.shapes:
+            if shape.rows >= num_rows and shape.blocks >= num_blocks:
+                return shape
+        raise ValueError(f"a decode step of {num_rows} sequences with {num_blocks} blocks exceeds {self.shapes[-1]}")
+
+    def run(self, inputs: ModelInputs) -> Tensor:
+        """What `forward` gives for the rows of a decode step; after a replay it stays there until the next one."""
+        num_rows, num_blocks = inputs.block_tables.shape
+        shape = self.shape_of(num_rows, num_blocks)
+        padded = self.inputs[shape]
+        if inputs.block_tables.data_ptr() != padded.block_tables.data_ptr():  # else it was written in place
+            pad_inputs(inputs, padded)
+        if not self._replays:
+            return self.forward(padded)[:num_rows]
+        assert self._outputs is not None
+        self._replays[shape]()
+        # One buffer serves all graphs: the sampler's reads of it are launched before the next step's forward, and both
+        # are on one stream.
+        return self._outputs[:num_rows]
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all shapes, the largest first, so that the others find their memory in its pool.
+
+        Writes to the null block and the null slot only. Raises RuntimeError naming the shape that cannot be captured.
+        """
+        begin, free = time.monotonic(), torch.cuda.mem_get_info(self.device)[0]
+        pool = torch.cuda.graph_pool_handle()
+        for shape in sorted(self.shapes, key=lambda s: s.rows * s.blocks, reverse=True):
+            try:
+                self._replays[shape] = self._capture(shape, pool)
+            except Exception as error:
+                self._replays.clear()
+                raise RuntimeError(f"a decode step of {shape} cannot be captured: {error}") from error
+        torch.cuda.synchronize(self.device)
+        self.capture_seconds = time.monotonic() - begin
+        self.capture_bytes = max(free - torch.cuda.mem_get_info(self.device)[0], 0)
+        logger.info(
+            "captured %d decode graphs of up to %d sequences in %.1f s, %.0f MiB",
+            len(self.shapes), self.shapes[-1].rows, self.capture_seconds, self.capture_bytes / 2**20,
+        )  # fmt: skip
+
+    def _capture(self, shape: StepShape, pool: Any) -> Callable[[], None]:
+        padded = self.inputs[shape]
+        self._write_padding(padded)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                outputs = self.forward(padded)
+            if self._outputs is None:
+                self._outputs = outputs.new_zeros(self.shapes[-1].rows, *outputs.shape[1:])
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        timer = None if self._set_mark is None else CUDAGraphTimer(self.part_times)
+        graph = torch.cuda.CUDAGraph(keep_graph=timer is not None)
+        with torch.cuda.graph(graph, pool=pool, stream=stream), self._marks(timer):
+            self._outputs[: shape.rows] = self.forward(padded)
+        if timer is None:
+            return graph.replay
+        timer.attach(graph)
+        self._timers.append(timer)
+        return timer.replay
+
+    @contextmanager
+    def _marks(self, timer: CUDAGraphTimer | None) -> Iterator[None]:
+        if timer is None or self._set_mark is None:
+            yield
+            return
+        timer.mark("start")
+        self._set_mark(timer.mark)
+        try:
+            yield
+        finally:
+            self._set_mark(None)
+            timer.mark("rest")
+
+    @staticmethod
+    def _write_padding(padded: ModelInputs) -> None:
+        for part in (padded.token_ids, padded.positions, padded.state_slots, padded.block_tables):
+            part.zero_()
+        padded.context_lens.fill_(1)
+
+    def read_part_times(self) -> Durations:
+        """Times of the parts of all replays that have finished; never waits."""
+        for timer in self._timers:
+            timer.read()
+        return self.part_times
+
+    @torch.inference_mode()
+    def step_times(self, context_len: int, block_size: int, num_blocks: int, repeats: int = 5) -> dict[int, float]:
+        """Milliseconds of a decode step by batch size, at sequences of `context_len` tokens; medians of `repeats`.
+
+        Writes rows of the caches that `num_blocks` and max_num_seqs describe: call it while no sequence runs.
+        """
+        times: dict[int, float] = {}
+        for shape in self.shapes:
+            if shape.rows not in times and shape.blocks * block_size >= context_len:
+                self._write_context(self.inputs[shape], context_len, block_size, num_blocks)
+                times[shape.rows] = self._time(shape, repeats)
+        return times
+
+    def _write_context(self, padded: ModelInputs, context_len: int, block_size: int, num_blocks: int) -> None:
+        rows, used = len(padded.token_ids), -(-context_len // block_size)
+        blocks = torch.arange(rows * used, device=self.device, dtype=torch.int32) % (num_blocks - 1) + 1
+        padded.token_ids.zero_()
+        padded.positions.fill_(context_len - 1)
+        padded.context_lens.fill_(context_len)
+        padded.state_slots.copy_(torch.arange(1, rows + 1))
+        padded.block_tables.zero_()
+        padded.block_tables[:, :used] = blocks.view(rows, used)
+
+    def _time(self, shape: StepShape, repeats: int) -> float:
+        """Median milliseconds of a step, the copy of its outputs included."""
+        padded = self.inputs[shape]
+        self.run(padded)
+        if self.device.type != "cuda":
+            return statistics.median(_timed(lambda: self.run(padded)) for _ in range(repeats))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.run(padded)
+            event.record()
+        events[-1].synchronize()
+        return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
