@@ -1,0 +1,51 @@
+"""A CUDA kernel specialised by macros: compiled and loaded on the first launch, launched on PyTorch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from deepinfer.kernels.deep_jit import driver
+from deepinfer.kernels.deep_jit.cache import load_or_compile
+
+Dim = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Build:
+    """What to compile: function `name` (extern "C") of `source` with `defines`, for cards of `arch`."""
+
+    name: str
+    source: Path
+    defines: dict[str, int | str] = field(default_factory=dict)
+    arch: str = "sm_90a"
+
+    def cubin(self) -> bytes:
+        """Compiled code, from the disk cache if it is there. Raises CompileError."""
+        return load_or_compile(self.source, self.defines, self.arch)
+
+
+class Kernel:
+    """A `Build` that can be launched; `shared_bytes` of dynamic shared memory a block."""
+
+    def __init__(self, build: Build, shared_bytes: int = 0) -> None:
+        self.build = build
+        self.shared_bytes = shared_bytes
+        self._functions: dict[int, ctypes.c_void_p] = {}  # by device: code is loaded into a context
+
+    def load(self) -> ctypes.c_void_p:
+        """The function on the current device. Raises CompileError or DriverError. Not while a graph is captured."""
+        device = torch.cuda.current_device()
+        if device not in self._functions:
+            torch.cuda.current_stream().query()  # makes PyTorch's context current in this thread
+            self._functions[device] = driver.load_function(self.build.cubin(), self.build.name, self.shared_bytes)
+        return self._functions[device]
+
+    def launch(self, grid: Dim, block: Dim, *arguments: ctypes._SimpleCData | ctypes.Structure) -> None:
+        """Launch on the current stream; may be captured in a CUDA graph once `load` has run. Raises DriverError."""
+        function = self.load()
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        driver.launch(function, grid, block, self.shared_bytes, torch.cuda.current_stream().cuda_stream, pointers)

@@ -1,0 +1,104 @@
+// Hopper instructions in plain PTX: barriers, asynchronous copies, matrix products of a warpgroup. No headers needed.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+
+// ------------------------------------------------------------------ mbarriers: wait(parity) returns when that phase ended
+
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n .reg .pred done;\n"
+        "again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        " @done bra.uni over;\n bra.uni again;\nover:\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+// Arrives once all cp.async that this thread has issued are in shared memory.
+DEVICE void barrier_arrive_on_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ------------------------------------------------------------------ named barriers between warpgroups
+
+DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// What this thread stored in (or saw in) shared memory becomes visible to the matrix units.
+DEVICE void fence_to_matrix_units() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ------------------------------------------------------------------ memory
+
+// 16 bytes to shared memory; zeros when not `valid` (the source is not read).
+DEVICE void copy_16(u32 target, const void* source, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+DEVICE void store_shared(u32 target, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+DEVICE void store_global(void* target, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// ------------------------------------------------------------------ numbers
+
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+DEVICE u32 multiply_bf16(u32 a, u32 b) {  // two products; subnormal numbers are kept
+    u32 word;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+    return word;
+}
+DEVICE float low_bf16(u32 word) { return __uint_as_float(word << 16); }
+DEVICE float high_bf16(u32 word) { return __uint_as_float(word & 0xFFFF0000u); }
+DEVICE u16 pack_e4m3(float low, float high) {
+    u16 pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// ------------------------------------------------------------------ wgmma (operands swizzled in 128 bytes)
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// A matrix in tiles of 64 columns: [8 rows of 128 bytes, swizzled] every 1024 bytes. `tile_stride` is the distance of two
+// tiles along the columns; only an operand whose columns are not the summed dimension uses it.
+DEVICE u64 matrix_descriptor(u32 address, u32 tile_stride) {
+    return (u64)((address & 0x3FFFF) >> 4) | ((u64)(tile_stride >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+
+// The compiler moves no computation of these registers across: a running product may be using them.
+template <int REGISTERS>
+DEVICE void fence_registers(u32 (&d)[REGISTERS]) {
+#pragma unroll
+    for (int i = 0; i < REGISTERS; i++) asm volatile("" : "+r"(d[i])::"memory");
+}
+template <int REGISTERS>
+DEVICE void fence_registers(float (&d)[REGISTERS]) {
+#pragma unroll
+    for (int i = 0; i < REGISTERS; i++) asm volatile("" : "+f"(d[i])::"memory");
+}

@@ -1,0 +1,76 @@
+// The producer's side of the query: 64 heads of one token to shared memory, optionally normalised and rotated on the way.
+#pragma once
+
+#include "hopper.cuh"
+
+#ifndef NORM_EPSILON
+#define NORM_EPSILON 1e-20f
+#endif
+
+struct Query {
+    const u8* base;  // BF16 [tokens, heads, 512]
+    long long token_stride, head_stride;  // bytes
+};
+
+// Sub-tiles of [64 heads x 64 values], swizzled like the keys; 8 threads a row, 16 rows at once.
+DEVICE void load_query(const Query& query, const float* angles, int token, int head, u32 target, u32 ready) {
+    int thread = threadIdx.x % 128, lane = thread % 8, row = thread / 8;
+    const u8* source = query.base + token * query.token_stride + (head + row) * query.head_stride + lane * 16;
+    target += row * 128 + ((lane ^ row % 8) << 4);
+#if !Q_NORM && !ROPE
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+        for (int t = 0; t < 8; t++)
+            copy_16(target + t * 8192 + i * 2048, source + i * 16 * query.head_stride + t * 128, true);
+    }
+    barrier_arrive_on_copies(ready);
+#else
+    float cos[4], sin[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        cos[i] = __ldg(angles + token * 64 + 4 * lane + i);
+        sin[i] = __ldg(angles + token * 64 + 32 + 4 * lane + i);
+    }
+#pragma unroll 1
+    for (int i = 0; i < 4; i++) {
+        uint4 chunks[8];
+#pragma unroll
+        for (int t = 0; t < 8; t++) chunks[t] = __ldg((const uint4*)(source + i * 16 * query.head_stride + t * 128));
+        if (Q_NORM) {
+            float squares = 0;
+#pragma unroll
+            for (int t = 0; t < 8; t++) {
+                const u32 words[4] = {chunks[t].x, chunks[t].y, chunks[t].z, chunks[t].w};
+#pragma unroll
+                for (int w = 0; w < 4; w++) {
+                    squares = fmaf(low_bf16(words[w]), low_bf16(words[w]), squares);
+                    squares = fmaf(high_bf16(words[w]), high_bf16(words[w]), squares);
+                }
+            }
+#pragma unroll
+            for (int mask = 1; mask < 8; mask *= 2) squares += __shfl_xor_sync(~0u, squares, mask);
+            float factor = rsqrtf(squares * (1.0f / 512) + NORM_EPSILON);
+#pragma unroll
+            for (int t = 0; t < 8; t++) {
+                chunks[t].x = pack_bf16(low_bf16(chunks[t].x) * factor, high_bf16(chunks[t].x) * factor);
+                chunks[t].y = pack_bf16(low_bf16(chunks[t].y) * factor, high_bf16(chunks[t].y) * factor);
+                chunks[t].z = pack_bf16(low_bf16(chunks[t].z) * factor, high_bf16(chunks[t].z) * factor);
+                chunks[t].w = pack_bf16(low_bf16(chunks[t].w) * factor, high_bf16(chunks[t].w) * factor);
+            }
+        }
+        u32 last[4] = {chunks[7].x, chunks[7].y, chunks[7].z, chunks[7].w};  // the rotated 64 dimensions
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            float even = low_bf16(last[w]), odd = high_bf16(last[w]);
+            last[w] = pack_bf16(even * cos[w] - odd * sin[w], even * sin[w] + odd * cos[w]);
+        }
+        chunks[7] = make_uint4(last[0], last[1], last[2], last[3]);
+#pragma unroll
+        for (int t = 0; t < 8; t++)
+            store_shared(target + t * 8192 + i * 2048, chunks[t].x, chunks[t].y, chunks[t].z, chunks[t].w);
+    }
+    fence_to_matrix_units();
+    barrier_arrive(ready);
+#endif
+}

@@ -1,0 +1,170 @@
+// The producer's side: cache rows of 512 values -> BF16 key tiles in shared memory, 64 keys x 512 in two halves of 256.
+//
+// A half is 4 sub-tiles of [64 keys x 64 values], rows of 128 bytes, 16-byte chunks swizzled by the row (chunk ^ row % 8).
+// 128 threads fill it: thread t writes chunk t % 8 of rows t / 8 + 16 i in every sub-tile, which meets no bank twice.
+#pragma once
+
+#include "hopper.cuh"
+
+#define ROWS_NONE 0
+#define ROWS_BF16 1   // 1,024 bytes
+#define ROWS_FP8 2    // 512 of E4M3, then 16 of UE8M0 (one for 32 values)
+#define ROWS_NVFP4 3  // 256 of E2M1 pairs, then 32 of E4M3 (one for 16 values)
+
+#define HALF_TILE_BYTES 32768
+#define SUB_TILE_BYTES 8192
+#define ROWS_A_THREAD 4
+
+// Packed rows are widened times 2^-16, so that a product of two scales stays in range; see KEY_SCALE in attention.cu.
+#define UNPACK_SCALE 65536.0f
+
+struct RowSource {
+    const u8* base;
+    long long page_stride, row_stride;  // bytes
+    const int* slots;                   // [tokens, count]; -1: no row
+    long long slots_stride;
+    int count;
+};
+
+// PAGE rows a page; 0: one page holds all.
+template <int PAGE>
+DEVICE const u8* row_address(const RowSource& source, int slot) {
+    if (PAGE == 0) return source.base + slot * source.row_stride;
+    return source.base + slot / (PAGE ? PAGE : 1) * source.page_stride + slot % (PAGE ? PAGE : 1) * source.row_stride;
+}
+
+// The rows of one tile that a thread reads; -1 where there is none.
+struct Rows {
+    int slot[ROWS_A_THREAD];
+
+    // Slots first + 16 i of the token's list; past its end there is none.
+    DEVICE void find(const RowSource& source, int token, int first) {
+#pragma unroll
+        for (int i = 0; i < ROWS_A_THREAD; i++) {
+            int position = first + 16 * i;
+            slot[i] = position < source.count ? __ldg(source.slots + token * source.slots_stride + position) : -1;
+        }
+    }
+};
+
+DEVICE u32 load_word(const u8* address) { return __ldg((const u32*)address); }
+
+DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+// Half of one packed row as a thread reads it: 4 groups of 8 values, chunk `lane` of each sub-tile, with their scales.
+template <int FORMAT>
+struct Packed;
+
+template <>
+struct Packed<ROWS_FP8> {
+    uint2 values[4], scales;
+
+    DEVICE void load(const u8* row, int half, int lane) {
+#pragma unroll
+        for (int t = 0; t < 4; t++) values[t] = __ldg((const uint2*)(row + half * 256 + t * 64 + lane * 8));
+        scales = __ldg((const uint2*)(row + 512 + half * 8));
+    }
+    DEVICE void clear() {
+#pragma unroll
+        for (int t = 0; t < 4; t++) values[t] = make_uint2(0, 0);
+        scales = make_uint2(0, 0);
+    }
+    // E4M3 at the top of a BF16's exponent and mantissa is the value x 2^-120, subnormal numbers included.
+    DEVICE static u32 widen(u32 bytes, u32 selector, u32 scale) {
+        u32 top = permute(bytes, 0, selector);
+        return multiply_bf16((top >> 4 & 0x07F007F0u) | (top & 0x80008000u), scale);
+    }
+    DEVICE void unpack(int t, int lane, u32 (&words)[4]) const {
+        u32 exponent = (t < 2 ? scales.x : scales.y) >> ((t % 2) * 16 + lane / 4 * 8) & 0xFF;
+        u32 scale = exponent == 255 ? 0x7FC0 : exponent > 150 ? 0x7F80 : (exponent + 104) << 7;  // 2^(e - 127 + 120 - 16)
+        scale |= scale << 16;
+        words[0] = widen(values[t].x, 0x1404, scale);
+        words[1] = widen(values[t].x, 0x3424, scale);
+        words[2] = widen(values[t].y, 0x1404, scale);
+        words[3] = widen(values[t].y, 0x3424, scale);
+    }
+};
+
+template <>
+struct Packed<ROWS_NVFP4> {
+    u32 values[4];
+    uint4 scales;
+
+    DEVICE void load(const u8* row, int half, int lane) {
+#pragma unroll
+        for (int t = 0; t < 4; t++) values[t] = load_word(row + half * 128 + t * 32 + lane * 4);
+        scales = __ldg((const uint4*)(row + 256 + half * 16));
+    }
+    DEVICE void clear() {
+#pragma unroll
+        for (int t = 0; t < 4; t++) values[t] = 0;
+        scales = make_uint4(0, 0, 0, 0);
+    }
+    // E2M1 at the bottom of a BF16's exponent is the value x 2^-126.
+    DEVICE void unpack(int t, int lane, u32 (&words)[4]) const {
+        u32 byte = (t == 0 ? scales.x : t == 1 ? scales.y : t == 2 ? scales.z : scales.w) >> (lane / 2 * 8) & 0x7F;
+        float factor = __uint_as_float(byte << 20) * 0x1p120f * 0x1p110f;  // E4M3 x 2^(126 - 16)
+        if (byte == 0x7F) factor = __uint_as_float(0x7FC00000u);
+        u32 scale = pack_bf16(factor, factor);
+        u32 x = values[t];
+        u32 a = multiply_bf16((x << 6 & 0x01C001C0u) | (x << 12 & 0x80008000u), scale);  // values 0 and 4
+        u32 b = multiply_bf16((x << 2 & 0x01C001C0u) | (x << 8 & 0x80008000u), scale);   // 1 and 5
+        u32 c = multiply_bf16((x >> 2 & 0x01C001C0u) | (x << 4 & 0x80008000u), scale);   // 2 and 6
+        u32 d = multiply_bf16((x >> 6 & 0x01C001C0u) | (x & 0x80008000u), scale);        // 3 and 7
+        words[0] = permute(a, b, 0x5410);
+        words[1] = permute(c, d, 0x5410);
+        words[2] = permute(a, b, 0x7632);
+        words[3] = permute(c, d, 0x7632);
+    }
+};
+
+// What one thread does for a half tile: `begin` may run while the tile is still in use, `finish` only after.
+template <int FORMAT, bool SCALED>
+struct HalfTile {
+    Packed<FORMAT> rows[ROWS_A_THREAD];
+
+    template <int PAGE>
+    DEVICE void begin(const RowSource& source, const Rows& from, int half, int lane) {
+#pragma unroll
+        for (int i = 0; i < ROWS_A_THREAD; i++) {
+            if (from.slot[i] >= 0) rows[i].load(row_address<PAGE>(source, from.slot[i]), half, lane);
+            else rows[i].clear();
+        }
+    }
+    template <int PAGE>
+    DEVICE void finish(const RowSource& source, const Rows& from, u32 target, int half, int lane, u32 ready) const {
+#pragma unroll
+        for (int i = 0; i < ROWS_A_THREAD; i++) {
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+                u32 words[4];
+                rows[i].unpack(t, lane, words);
+                if (!SCALED) {
+#pragma unroll
+                    for (int w = 0; w < 4; w++) words[w] = multiply_bf16(words[w], 0x47804780u);  // 2^16
+                }
+                store_shared(target + t * SUB_TILE_BYTES + i * 2048, words[0], words[1], words[2], words[3]);
+            }
+        }
+        fence_to_matrix_units();
+        barrier_arrive(ready);
+    }
+};
+
+template <bool SCALED>
+struct HalfTile<ROWS_BF16, SCALED> {
+    template <int PAGE>
+    DEVICE void begin(const RowSource&, const Rows&, int, int) {}
+    template <int PAGE>
+    DEVICE void finish(const RowSource& source, const Rows& from, u32 target, int half, int lane, u32 ready) const {
+#pragma unroll
+        for (int i = 0; i < ROWS_A_THREAD; i++) {
+            const u8* row = row_address<PAGE>(source, max(from.slot[i], 0)) + half * 512 + lane * 16;
+#pragma unroll
+            for (int t = 0; t < 4; t++) {
+                copy_16(target + t * SUB_TILE_BYTES + i * 2048, row + t * 128, from.slot[i] >= 0);
+            }
+        }
+        barrier_arrive_on_copies(ready);
+    }
+};
