@@ -35,6 +35,7 @@ class OutputReader:
     ) -> None:
         self.parser = StreamParser(options, new_id)
         self.finish_reason: str | None = None
+        self.names_tokens_by_id = False  # in log probabilities: "token_id:42" for the token's text
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still held back
@@ -66,13 +67,21 @@ class OutputReader:
         text, ready = "", []
         for i, token_id in enumerate(token_ids):
             if logprobs is not None:
-                self._logprobs.append(logprob_record(self._tokenizer, token_id, *logprobs[i]))
+                self._logprobs.append(self._record(self._tokenizer, token_id, logprobs[i]))
             shown = self._detokenizer.push((token_id,))
             if shown:
                 text += shown
                 ready += self._logprobs
                 self._logprobs = []
         return self.push_text(text, len(token_ids), ready)
+
+    def _record(self, tokenizer: Tokenizer, token_id: int, logprob: TokenLogprob) -> dict[str, Any]:
+        record = logprob_record(tokenizer, token_id, *logprob)
+        if self.names_tokens_by_id:
+            record["token"] = f"token_id:{token_id}"
+            for entry, (other, _) in zip(record["top_logprobs"], logprob[1], strict=True):
+                entry["token"] = f"token_id:{other}"
+        return record
 
     def finish(self, engine_reason: str = "stop") -> list[Event]:
         """Events at the end of the output.  Bytes of a character that was cut off are dropped."""

@@ -25,8 +25,14 @@ Chunk = dict[str, Any]
 router = APIRouter()
 
 
-def prepare_chat(state: ServerState, raw: dict[str, Any]) -> PreparedPrompt:
-    """Messages to token IDs.  ApiError 400 naming the field for whatever recipe refuses."""
+def prepare_chat(state: ServerState, raw: dict[str, Any], continues: bool = False) -> PreparedPrompt:
+    """Messages to token IDs.  ApiError 400 naming the field for whatever recipe refuses.
+
+    The answer `continues` the last message, as that message's own `"prefix": true` asks for.
+    """
+    if continues:
+        *earlier, last = raw["messages"]
+        raw = raw | {"messages": [*earlier, last | {"prefix": True}]}
     return prepare(state, raw | _thinking_of_template(raw), convert_chat_request, "messages")
 
 
@@ -55,7 +61,8 @@ async def create_chat_completion(request: Request) -> Response:
         stop = body.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None
-    prepared = await beside_loop(request, prepare_chat, state, raw)
+    ticket = ticket.renamed(body.name)
+    prepared = await beside_loop(request, prepare_chat, state, raw, body.continues)
     conversation = prepared.with_output(stop, body.include_stop_str_in_output)
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)
     streams = start_sequences(state, [prepared.token_ids], params, body.n or 1, answer.open_choice, ticket, "messages")
@@ -90,25 +97,27 @@ class ChatAnswer:
         """The reader of the next choice."""
         text = self.state.text
         stream = ChatStream(self.conversation, self.id, text.name, self.created, text.tokenizer, len(self.choices))
+        stream.reader.names_tokens_by_id = bool(self.request.return_tokens_as_token_ids)
         self.choices.append(ChatChoice(stream))
         return self.choices[-1]
 
     def body(self) -> dict[str, Any]:
         responses = [choice.stream.response() for choice in self.choices]
         for choice, response in zip(self.choices, responses, strict=True):
+            self._show_reasoning(response["choices"][0], "message")
             self._add_extras(choice, response["choices"][0])
         whole = responses[0] | {"choices": [response["choices"][0] for response in responses], "usage": self.usage()}
-        return whole | self._prompt_ids()
+        return whole | self._prompt()
 
-    async def chunks(
-        self, deltas: AsyncGenerator[tuple[int, Delta[list[Chunk]]], None]
-    ) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self, deltas: AsyncGenerator[tuple[int, Delta[list[Chunk]]], None]) -> AsyncGenerator[Chunk, None]:
         try:
             for choice in self.choices:
                 for chunk in choice.stream.start(len(self.prepared.token_ids)):
-                    yield self._finished(choice, chunk) | self._prompt_ids()
+                    yield self._finished(choice, chunk) | self._prompt()
             async for index, delta in deltas:
                 for chunk in self.choices[index].add(delta):
+                    if self.request.include_reasoning is False and _is_reasoning(chunk):
+                        continue
                     yield self._finished(self.choices[index], chunk)
         finally:
             await deltas.aclose()
@@ -130,8 +139,19 @@ class ChatAnswer:
             chunk["usage"] = self.usage(final=False)
         elif self.request.include_usage:
             chunk["usage"] = None
+        self._show_reasoning(chunk["choices"][0], "delta")
         self._add_extras(choice, chunk["choices"][0])
         return chunk
+
+    def _show_reasoning(self, entry: dict[str, Any], key: str) -> None:
+        """Also under vLLM's name, or not at all; `key` is where the text is: "message" or "delta"."""
+        said = entry[key]
+        if self.request.include_reasoning is False:
+            said.pop("reasoning_content", None)
+            if entry["logprobs"]:
+                entry["logprobs"].pop("reasoning_content", None)
+        elif "reasoning_content" in said:
+            said["reasoning"] = said["reasoning_content"]
 
     def _add_extras(self, choice: ChatChoice, entry: dict[str, Any]) -> None:
         entry["stop_reason"] = choice.stop_reason if entry["finish_reason"] else None
@@ -139,5 +159,16 @@ class ChatAnswer:
             entry["token_ids"] = choice.token_ids[choice.announced :]
             choice.announced = len(choice.token_ids)
 
-    def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prepared.token_ids} if self.request.return_token_ids else {}
+    def _prompt(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.request.return_token_ids:
+            found["prompt_token_ids"] = self.prepared.token_ids
+        if self.request.return_prompt_text:
+            found["prompt_text"] = self.prepared.prompt.text
+        return found
+
+
+def _is_reasoning(chunk: Chunk) -> bool:
+    """Whether this chunk brings nothing but reasoning."""
+    entry = chunk["choices"][0]
+    return bool(entry["delta"].get("reasoning_content")) and entry["finish_reason"] is None

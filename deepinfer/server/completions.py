@@ -40,6 +40,7 @@ async def create_completion(request: Request) -> Response:
         raise ApiError("echo with logprobs is not supported: prompt tokens have no log-probabilities", param="echo")
     check_room(state, params.max_tokens)
     prompts = await beside_loop(request, encode_prompts, state, body)
+    ticket = ticket.renamed(body.name)
     n = body.n or 1
 
     def open_reader() -> TextReader:
@@ -66,7 +67,8 @@ def encode_prompts(state: ServerState, body: CompletionRequest) -> list[list[int
     if "" in prompt:
         raise ApiError("prompt must not be empty", param="prompt")
     add_bos = body.add_special_tokens is not False
-    return [state.text.encode(one, add_bos) if isinstance(one, str) else one for one in prompt]
+    encoded = [state.text.encode(one, add_bos) if isinstance(one, str) else one for one in prompt]
+    return [body.truncate(token_ids, state.text.max_model_len) for token_ids in encoded]
 
 
 @dataclass
@@ -132,20 +134,23 @@ class Answer:
         return usage_body(sum(prompts.values()), sum(len(choice.token_ids) for choice in self.choices))
 
     def _echo(self, choice: Choice) -> str:
-        if not self.request.echo:
-            return ""
+        return self._prompt_text(choice) if self.request.echo else ""
+
+    def _prompt_text(self, choice: Choice) -> str:
         prompt: Any = self.request.prompt
         if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
             prompt = prompt[choice.index // (self.request.n or 1)]
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and self.request.truncate_prompt_tokens is None:
             return prompt
         return "".join(token_text(self.state.text.tokenizer, token_id) for token_id in choice.prompt)
 
     def _choice(self, choice: Choice, text: str, news: Choice | Delta[str], first: bool = True) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs is not None:
-            logprobs = completion_logprobs(self.state.text.tokenizer, news.logprobs, choice.offset)
-            choice.offset += sum(map(len, logprobs["tokens"]))
+            by_id = bool(self.request.return_tokens_as_token_ids)
+            logprobs, choice.offset = completion_logprobs(
+                self.state.text.tokenizer, news.logprobs, choice.offset, by_id
+            )
         body: dict[str, Any] = {
             "index": choice.index,
             "text": text,
@@ -157,4 +162,6 @@ class Answer:
             body["token_ids"] = news.token_ids
             if first:
                 body["prompt_token_ids"] = choice.prompt
+        if self.request.return_prompt_text and first:
+            body["prompt_text"] = self._prompt_text(choice)
         return body

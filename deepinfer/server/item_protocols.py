@@ -7,29 +7,35 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from deepinfer.server.errors import ApiError
-from deepinfer.server.protocol import MAX_STOP, NOT_SAMPLED, SamplingRequest
+from deepinfer.server.protocol import MAX_STOP, NOT_IN_ITEMS, NOT_SAMPLED, SamplingRequest
 
-_NOT_RESPONSES: dict[str, tuple[tuple, str]] = NOT_SAMPLED | {
-    "n": ((1,), "a response is one answer; ask several times"),
-    "max_tokens": ((), "use max_output_tokens"),
-    "logprobs": ((False,), 'use "include": ["message.output_text.logprobs"] and top_logprobs'),
-    "conversation": ((), "use previous_response_id"),
-    "prompt": ((), "prompt templates are not stored here; send instructions and input"),
-    "max_tool_calls": ((), "there are no tools in the server"),
-    "parallel_tool_calls": ((True,), "how many calls to make is the model's decision"),
-    "truncation": (("disabled",), "shorten the input before sending it"),
-    "return_token_ids": ((False,), "use /v1/chat/completions"),
-}
-_NOT_MESSAGES: dict[str, tuple[tuple, str]] = NOT_SAMPLED | {
-    "n": ((1,), "a message is one answer; ask several times"),
-    "stop": ((), "use stop_sequences"),
-    "logprobs": ((False,), "the protocol has none; use /v1/chat/completions"),
-    "mcp_servers": (([],), "there are no tools in the server"),
-    "container": ((), "there are no tools in the server"),
-    "context_management": ((), "shorten the messages before sending them"),
-    "output_format": ((), "structured output is not enforced yet"),
-    "return_token_ids": ((False,), "use /v1/chat/completions"),
-}
+_NOT_RESPONSES: dict[str, tuple[tuple, str]] = (
+    NOT_SAMPLED
+    | NOT_IN_ITEMS
+    | {
+        "n": ((1,), "a response is one answer; ask several times"),
+        "max_tokens": ((), "use max_output_tokens"),
+        "logprobs": ((False,), 'use "include": ["message.output_text.logprobs"] and top_logprobs'),
+        "conversation": ((), "use previous_response_id"),
+        "prompt": ((), "prompt templates are not stored here; send instructions and input"),
+        "max_tool_calls": ((), "there are no tools in the server"),
+        "parallel_tool_calls": ((True,), "how many calls to make is the model's decision"),
+        "truncation": (("disabled",), "shorten the input before sending it"),
+    }
+)
+_NOT_MESSAGES: dict[str, tuple[tuple, str]] = (
+    NOT_SAMPLED
+    | NOT_IN_ITEMS
+    | {
+        "n": ((1,), "a message is one answer; ask several times"),
+        "stop": ((), "use stop_sequences"),
+        "logprobs": ((False,), "the protocol has none; use /v1/chat/completions"),
+        "mcp_servers": (([],), "there are no tools in the server"),
+        "container": ((), "there are no tools in the server"),
+        "context_management": ((), "shorten the messages before sending them"),
+        "output_format": ((), "structured output is not enforced yet"),
+    }
+)
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
 

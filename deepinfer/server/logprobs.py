@@ -24,18 +24,24 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
 
 
-def completion_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprob], offset: int) -> dict[str, Any]:
-    """`choices[].logprobs` of Completions; `offset` is where the first token starts in the text, in characters."""
-    tokens = [token_text(tokenizer, item.token_id) for item in logprobs]
+def completion_logprobs(
+    tokenizer: Tokenizer, logprobs: list[TokenLogprob], offset: int, by_id: bool = False
+) -> tuple[dict[str, Any], int]:
+    """`choices[].logprobs` of Completions, and the offset behind it.
+
+    `offset` is where the first token starts in the text, in characters.  Tokens are named by their text, or `by_id`.
+    """
+
+    def name(token_id: int) -> str:
+        return f"token_id:{token_id}" if by_id else token_text(tokenizer, token_id)
+
     offsets = []
-    for token in tokens:
+    for item in logprobs:
         offsets.append(offset)
-        offset += len(token)
+        offset += len(token_text(tokenizer, item.token_id))
     return {
-        "tokens": tokens,
+        "tokens": [name(item.token_id) for item in logprobs],
         "token_logprobs": [finite(item.logprob) for item in logprobs],
-        "top_logprobs": [
-            {token_text(tokenizer, token_id): finite(logprob) for token_id, logprob in item.top} for item in logprobs
-        ],
+        "top_logprobs": [{name(token_id): finite(logprob) for token_id, logprob in item.top} for item in logprobs],
         "text_offset": offsets,
-    }
+    }, offset

@@ -1,4 +1,4 @@
-"""Routes for those who run the server: readiness, load, settings, aborting requests."""
+"""Routes that say how the server is: readiness, load, settings (to steer it: control.py)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
 
 from deepinfer import __version__
 from deepinfer.params import SamplingParams
-from deepinfer.server.body import read_json, request_schema, validate
 from deepinfer.server.errors import ApiError
-from deepinfer.server.state import owner_of, server_state
+from deepinfer.server.state import ServerState, server_state
 from deepinfer.server.text_engine import TextReader
 
 logger = logging.getLogger("deepinfer.server")
@@ -23,18 +21,17 @@ router = APIRouter()
 GENERATE_SECONDS = 30.0  # how long /health_generate waits for its token
 
 
-class AbortRequest(BaseModel):
-    """POST /abort_requests: names are X-Request-Ids or the ids of answers."""
-
-    model_config = ConfigDict(strict=True)
-    request_ids: list[str] | None = None
-    abort_all: bool | None = None
+def check_ready(state: ServerState) -> None:
+    """ApiError 503 unless a request would run now."""
+    state.check_serving()
+    if state.gate.is_closed:
+        raise ApiError("generation is paused", status=503)
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """200 while requests are accepted; 503 while the engine is down, or the server about to stop."""
-    server_state(request).check_serving()
+    """200 while requests are served; 503 while the engine is down, paused, or the server about to stop."""
+    check_ready(server_state(request))
     return JSONResponse({"status": "ready"})
 
 
@@ -42,7 +39,7 @@ async def ready(request: Request) -> Response:
 async def health_generate(request: Request) -> Response:
     """200 once the engine has generated one token for this call; 503 if it does not."""
     state = server_state(request)
-    state.check_serving()
+    check_ready(state)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     stream = state.text.stream([state.text.tokenizer.control_id("bos")], params, TextReader(state.text.tokenizer))
     try:
@@ -58,13 +55,27 @@ async def health_generate(request: Request) -> Response:
 @router.get("/load")
 async def load(request: Request) -> dict[str, Any]:
     """How busy the server is; `server_load` (vLLM's name) is the number of sequences in progress."""
-    stats = server_state(request).text.engine.stats()
+    state = server_state(request)
+    stats = state.text.engine.stats()
+    waiting = stats.num_waiting + state.gate.num_waiting
     return {
-        "server_load": stats.num_running + stats.num_waiting,
+        "server_load": stats.num_running + waiting,
         "num_requests_running": stats.num_running,
-        "num_requests_waiting": stats.num_waiting,
+        "num_requests_waiting": waiting,
         "kv_cache_usage": 1 - stats.num_free_blocks / stats.num_blocks,
     }
+
+
+@router.get("/get_load")
+async def get_load(request: Request) -> list[dict[str, Any]]:
+    """SGLang's /load: one entry an engine, of which there is one.  `num_tokens` is what the used blocks hold."""
+    state = server_state(request)
+    stats = state.text.engine.stats()
+    used = stats.num_blocks - stats.num_free_blocks
+    waiting = stats.num_waiting + state.gate.num_waiting
+    tokens = used * state.engine_config.get("block_size", 0)
+    requests = stats.num_running + waiting
+    return [{"dp_rank": 0, "num_reqs": requests, "num_waiting_reqs": waiting, "num_tokens": tokens}]
 
 
 @router.get("/server_info")
@@ -80,17 +91,39 @@ async def server_info(request: Request) -> dict[str, Any]:
     }
 
 
-@router.post("/abort_requests", openapi_extra=request_schema(AbortRequest))
-async def abort_requests(request: Request) -> dict[str, Any]:
-    """End requests of the same API key; their clients get what was generated, with finish reason "abort"."""
-    state, owner = server_state(request), owner_of(request)
-    body = validate(AbortRequest, await read_json(request))
-    if (body.request_ids is None) == (not body.abort_all):
-        raise ApiError("exactly one of request_ids and abort_all must be given", param="request_ids")
-    if body.request_ids is None:
-        return {"aborted": sorted(state.running.abort(owner)), "unknown": []}
-    aborted = {name: state.running.abort(owner, name) for name in body.request_ids}
+@router.get("/get_server_info")
+async def get_server_info(request: Request) -> dict[str, Any]:
+    """/server_info with the keys that SGLang's clients and routers read."""
+    state = server_state(request)
+    stats, window = state.text.engine.stats(), state.text.engine.statistics.window()
+    block_size = state.engine_config.get("block_size", 0)
+    internal = {
+        "last_gen_throughput": window.generation_throughput,
+        "num_running_reqs": stats.num_running,
+        "num_queue_reqs": stats.num_waiting,
+    }
+    return await server_info(request) | {
+        "model_path": state.text.name,
+        "served_model_name": state.text.name,
+        "context_length": state.text.max_model_len,
+        "max_running_requests": state.engine_config.get("max_num_seqs"),
+        "max_total_num_tokens": stats.num_blocks * block_size,
+        "status": state.condition,
+        "internal_states": [internal],
+    }
+
+
+@router.get("/model_info")
+@router.get("/get_model_info")
+async def get_model_info(request: Request) -> dict[str, Any]:
+    """What SGLang's clients ask before they send a request."""
+    state = server_state(request)
     return {
-        "aborted": [name for name, found in aborted.items() if found],
-        "unknown": [name for name, found in aborted.items() if not found],
+        "model_path": state.text.name,
+        "tokenizer_path": state.text.name,
+        "is_generation": True,
+        "max_model_len": state.text.max_model_len,
+        "model_version": state.text.model_version,
+        "preferred_sampling_params": None,
+        "weight_version": "default",
     }

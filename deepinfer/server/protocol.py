@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from deepinfer.params import SamplingParams
+from deepinfer.server.errors import ApiError
 
 MAX_CHOICES = 128  # n
 MAX_STOP = 16
 # A long list of faults would cost more than it tells.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/=+-]{1,128}$")]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+
+_NO_GRAMMARS = "structured output is not enforced yet"
+_UNITS = "this server runs the whole model in one process"
 
 # field -> (values that change nothing and are therefore accepted, why anything else is refused)
 NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
@@ -22,41 +27,64 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "prompt_logprobs": ((0, False), "log-probabilities are computed for generated tokens only"),
     "bad_words": (([],), "use logit_bias with token IDs"),
     "allowed_token_ids": (([],), "use logit_bias with token IDs"),
-    "guided_json": ((), "structured output is not enforced yet"),
-    "guided_regex": ((), "structured output is not enforced yet"),
-    "guided_choice": ((), "structured output is not enforced yet"),
-    "guided_grammar": ((), "structured output is not enforced yet"),
-    "structured_outputs": ((), "structured output is not enforced yet"),
-    "truncate_prompt_tokens": ((), "shorten the prompt before sending it"),
-    "return_tokens_as_token_ids": ((False,), "ask for return_token_ids"),
+    "logits_processors": (([],), "use logit_bias with token IDs"),
+    "custom_logit_processor": (("",), "use logit_bias with token IDs"),
+    "repetition_detection": ((), "use repetition_penalty, or stop strings"),
+    "stop_regex": (("", []), "use stop strings"),
+    "guided_json": ((), _NO_GRAMMARS),
+    "guided_regex": ((), _NO_GRAMMARS),
+    "guided_choice": ((), _NO_GRAMMARS),
+    "guided_grammar": ((), _NO_GRAMMARS),
+    "structured_outputs": ((), _NO_GRAMMARS),
+    "json_schema": ((), _NO_GRAMMARS),
+    "regex": ((), _NO_GRAMMARS),
+    "ebnf": ((), _NO_GRAMMARS),
+    "structural_tag": ((), _NO_GRAMMARS),
     "logprob_token_ids": (([],), "ask for logprobs"),
     "priority": ((0,), "requests are served in order of arrival"),
     "cache_salt": ((), "there is no prefix cache to salt"),
-    "kv_transfer_params": ((), "this server runs prefill and decode in one process"),
+    "kv_transfer_params": ((), _UNITS),
+    "data_parallel_rank": ((0,), _UNITS),
+    "lora_path": ((), "there are no adapters"),
+    "return_hidden_states": ((False,), "only tokens and log-probabilities are returned"),
+    "return_routed_experts": ((False,), "only tokens and log-probabilities are returned"),
+    "routed_experts_prompt_start": ((), "only tokens and log-probabilities are returned"),
     "skip_special_tokens": ((True,), "control tokens never appear in the text; ask for return_token_ids"),
+    "no_stop_trim": ((False,), "ask for include_stop_str_in_output"),
+    "stream_interval": ((1,), "every token is sent when it is there"),
+}
+# For the two protocols of items, which have no use for these.
+NOT_IN_ITEMS: dict[str, tuple[tuple, str]] = {
+    "return_token_ids": ((False,), "use /v1/chat/completions"),
+    "return_prompt_text": ((False,), "use the render route"),
+    "return_tokens_as_token_ids": ((False,), "use /v1/chat/completions"),
+    "truncate_prompt_tokens": ((), "shorten the input before sending it"),
+    "include_reasoning": ((True,), "reasoning comes in an item of its own that can be ignored"),
 }
 _NOT_CHAT = NOT_SAMPLED | {
     "response_format": (({"type": "text"},), 'only {"type": "text"} can be guaranteed so far'),
     "functions": (([],), "use tools"),
     "function_call": (("none",), "use tool_choice"),
     "parallel_tool_calls": ((True,), "how many calls to make is the model's decision"),
-    "include_reasoning": ((True,), "reasoning comes in a field of its own that can be ignored"),
+    "separate_reasoning": ((True,), "reasoning always comes in a field of its own"),
+    "stream_reasoning": ((True,), "reasoning is streamed like the answer"),
     "thinking_token_budget": ((), "use max_tokens"),
     "verbosity": (("medium",), "say it in the messages"),
     "audio": ((), "only text is generated"),
     "modalities": ((["text"],), "only text is generated"),
+    "mm_processor_kwargs": (({},), "only text is read so far"),
     "prediction": ((), "predicted outputs do not exist here"),
     "web_search_options": ((), "there is no search tool in the server"),
     "store": ((False,), "answers are not stored"),
+    "truncate_prompt_tokens": ((), "a chat without its beginning is another one; shorten the messages"),
     "chat_template": ((), "the prompt format belongs to the model"),
+    "add_special_tokens": ((False,), "the prompt format belongs to the model"),
     "documents": (([],), "put documents into the messages"),
     "echo": ((False,), "only /v1/completions can repeat its prompt"),
-    "continue_final_message": ((False,), 'mark the last assistant message with "prefix": true'),
-    "add_generation_prompt": ((True,), "the answer always starts a new assistant turn"),
 }
 _NOT_COMPLETION = NOT_SAMPLED | {
     "suffix": (("",), "the model completes text at its end only"),
-    "response_format": (({"type": "text"},), "structured output is not enforced yet"),
+    "response_format": (({"type": "text"},), _NO_GRAMMARS),
 }
 
 
@@ -100,6 +128,11 @@ class SamplingRequest(BaseModel):
     force_topk: int | None = None  # this engine's own, like the next one
     golden_token_ids: TokenIds | None = None
     return_token_ids: bool | None = None
+    return_prompt_text: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens as "token_id:42"
+    request_id: RequestName | None = None
+    rid: RequestName | None = None  # the same, as SGLang calls it
+    session_id: str | None = None  # both are for a router's or a log's eyes
     user: str | None = None
 
     @property
@@ -110,6 +143,11 @@ class SamplingRequest(BaseModel):
     def continuous_usage(self) -> bool:
         """vLLM's extension: usage so far in every chunk."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def name(self) -> str | None:
+        """What the client calls this request."""
+        return self.request_id or self.rid
 
     @property
     def stop_strings(self) -> list[str]:
@@ -147,6 +185,23 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include_reasoning: bool | None = None  # False leaves it out of the answer; the model thinks all the same
+    continue_final_message: bool | None = None  # the last message is the beginning of the answer
+    add_generation_prompt: bool | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on from the last message.  ApiError 400 for what contradicts itself."""
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt cannot both be true"
+            raise ApiError(message, param="continue_final_message")
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            message = "add_generation_prompt may be false only with continue_final_message: else nobody's turn begins"
+            raise ApiError(message, param="add_generation_prompt", code="unsupported_parameter")
+        if self.continue_final_message and self.messages[-1].get("role") != "assistant":
+            message = "continue_final_message needs an assistant message at the end of messages"
+            raise ApiError(message, param="continue_final_message")
+        return bool(self.continue_final_message)
 
     @property
     def limit(self) -> int | None:
@@ -176,6 +231,16 @@ class CompletionRequest(SamplingRequest):
     echo: bool | None = None
     add_special_tokens: bool | None = None  # False leaves out the begin-of-sequence token before text prompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep so many; -1: what the context holds
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped
+
+    def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """The part of a prompt that `truncate_prompt_tokens` keeps; -1 leaves room for the answer asked for."""
+        keep = self.truncate_prompt_tokens
+        if keep is None:
+            return token_ids
+        keep = max_model_len - (self.max_tokens or 1) if keep == -1 else keep
+        return token_ids[:keep] if self.truncation_side == "right" else token_ids[max(0, len(token_ids) - keep) :]
 
 
 class TokenizeRequest(BaseModel):

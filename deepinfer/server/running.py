@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,12 @@ class Ticket:
     request_id: str
     answer_id: str
     arrival: float
+
+    def renamed(self, name: str | None) -> Ticket:
+        """The same under the name that the client gave in the body, which the answer's id then ends with."""
+        if name is None:
+            return self
+        return replace(self, request_id=name, answer_id=f"{self.answer_id.partition('-')[0]}-{name}")
 
     @property
     def names(self) -> tuple[str, str]:
@@ -39,6 +45,10 @@ class RunningRequests:
 
     def remove(self, engine_id: str) -> None:
         self._sequences.pop(engine_id, None)
+
+    @property
+    def engine_ids(self) -> list[str]:
+        return list(self._sequences)
 
     def abort(self, owner: str, name: str | None = None) -> set[str]:
         """Abort the owner's requests of this name, or all of them.  Request IDs of what was aborted."""

@@ -16,6 +16,7 @@ from deepinfer.engine.client import EngineState
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.server.admission import Admission, Limits, Place
 from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.server.gate import Gate
 from deepinfer.server.metrics import Metrics, SequenceClock
 from deepinfer.server.response_store import ResponseStore
 from deepinfer.server.running import RunningRequests, Ticket
@@ -44,12 +45,18 @@ class ServerState:
     workers: Workers = field(default_factory=Workers)
 
     def __post_init__(self) -> None:
-        self.running = RunningRequests(self.text.engine.abort)
+        self.gate = Gate()
+        self.running = RunningRequests(self.abort)
         self.admission = Admission(self.limits, self.metrics)
 
     @property
     def condition(self) -> EngineState | Literal["draining"]:
         return "draining" if self.draining else self.text.engine.state
+
+    def abort(self, engine_id: str) -> None:
+        """End a sequence, wherever it is."""
+        if not self.gate.turn_away(engine_id):
+            self.text.engine.abort(engine_id)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.text.name:
@@ -130,20 +137,26 @@ def start_sequences(
             # Choices of one request are separate requests to the engine: each can stop at its own stop string.
             seed = None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1)
             engine_id = uuid.uuid4().hex
+            one = reader()
             try:
-                stream = state.text.stream(prompt, replace(params, seed=seed), reader(), engine_id)
+                stream = state.text.stream(prompt, replace(params, seed=seed), one, engine_id)
             except ValueError as error:
                 refused = from_value_error(error)
                 refused.param = param if refused.param == "prompt_token_ids" else refused.param
                 raise refused from None
-            streams.append(_observed(state, stream, ticket, engine_id, next(places)))
+            streams.append(_observed(state, stream, one, ticket, engine_id, next(places)))
     for prompt in prompts:
         state.metrics.admit(len(prompt), n, params.max_tokens)
     return streams
 
 
 async def _observed(
-    state: ServerState, stream: AsyncGenerator[Delta[Piece], None], ticket: Ticket, engine_id: str, place: Place
+    state: ServerState,
+    stream: AsyncGenerator[Delta[Piece], None],
+    reader: Reader[Piece],
+    ticket: Ticket,
+    engine_id: str,
+    place: Place,
 ) -> AsyncGenerator[Delta[Piece], None]:
     """The stream of one sequence, measured, and known as running."""
     clock = SequenceClock(state.metrics, ticket.arrival)
@@ -151,6 +164,9 @@ async def _observed(
     state.running.add(engine_id, ticket)
     try:
         async with aclosing(stream):
+            if not await state.gate.passed(engine_id):
+                yield Delta(pieces=[reader.finish("abort")], finish_reason="abort")
+                return
             async for delta in stream:
                 if delta.token_ids:
                     clock.tokens(len(delta.token_ids))

@@ -22,6 +22,7 @@ from deepinfer.server.state import ServerState, server_state
 router = APIRouter()
 
 
+@router.post("/v1/tokenize", include_in_schema=False)  # SGLang has both
 @router.post("/tokenize", openapi_extra=request_schema(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     state = server_state(request)
@@ -48,6 +49,7 @@ def tokenized(state: ServerState, body: TokenizeRequest, raw: dict[str, Any]) ->
     return JSONResponse(answer)
 
 
+@router.post("/v1/detokenize", include_in_schema=False)
 @router.post("/detokenize", openapi_extra=request_schema(DetokenizeRequest))
 async def detokenize(request: Request) -> dict[str, Any]:
     state = server_state(request)
@@ -64,8 +66,9 @@ async def render_chat(request: Request) -> Response:
     """The prompt of a chat request: its text, its token IDs and which ranges of the text are control tokens."""
     state = server_state(request)
     raw = await read_json(request)
-    state.check_model(validate(ChatRequest, raw).model)
-    return rendered(state, await beside_loop(request, prepare_chat, state, raw))
+    body = validate(ChatRequest, raw)
+    state.check_model(body.model)
+    return rendered(state, await beside_loop(request, prepare_chat, state, raw, body.continues))
 
 
 @router.post("/v1/completions/render", openapi_extra=request_schema(CompletionRequest))

@@ -1,6 +1,7 @@
-"""Readiness, load, aborting, request IDs, CORS and draining."""
+"""Readiness, load, aborting, pausing, cache reset, profiles, request IDs, CORS and draining."""
 
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -65,6 +66,106 @@ def test_abort_is_asked_for_properly(server: Server) -> None:
     assert server.http.post("/abort_requests", json={"request_ids": ["none"]}).json()["aborted"] == []
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+@pytest.mark.parametrize("names", [("/pause", "/resume"), ("/pause_generation", "/continue_generation")])
+def test_pause_and_resume(server: Server, mode: str, names: tuple[str, str]) -> None:
+    """In progress: aborted, or finished before the answer comes. New: wait, can be aborted, then run."""
+    answers: dict[str, dict[str, Any]] = {}
+
+    def ask(name: str, body: dict[str, Any]) -> threading.Thread:
+        def run() -> None:
+            answers[name] = server.http.post("/v1/completions", json=body | {"request_id": name}).json()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    early = ask("early", LONG | {"max_tokens": 300})
+    server.wait_for("deepinfer:num_requests_running", 1)
+    pause, resume = names
+    if pause == "/pause":
+        paused = server.http.post(pause, params={"mode": mode})
+    else:
+        paused = server.http.post(pause, json={"mode": mode})
+    assert paused.json() == {"status": "paused"} and server.http.get("/is_paused").json() == {"is_paused": True}
+    try:
+        assert server.metric("deepinfer:num_requests_running") == 0
+        early.join(timeout=30)
+        reason = answers["early"]["choices"][0]["finish_reason"]
+        assert reason == ("abort" if mode == "abort" else "length")
+        check_shape(httpx.get(f"{server.url}/ready"), 503)
+        check_shape(server.http.get("/health_generate"), 503)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        late = [ask(name, LONG | {"max_tokens": 5}) for name in ("late", "never")]
+        while server.http.get("/load").json()["num_requests_waiting"] < 2:
+            time.sleep(0.02)
+        assert server.http.post(pause).json() == {"status": "paused"}, "once more changes nothing for those that wait"
+        generated = server.metric("deepinfer:generation_tokens_total")
+        assert server.http.post("/abort_request", json={"rid": "never"}).json()["aborted"] == ["never"]
+        late[1].join(timeout=30)
+        assert answers["never"]["choices"][0]["finish_reason"] == "abort"
+        assert "late" not in answers and server.metric("deepinfer:generation_tokens_total") == generated
+    finally:
+        assert server.http.post(resume).json() == {"status": "resumed"}
+    late[0].join(timeout=30)
+    assert answers["late"]["usage"]["completion_tokens"] == 5
+    assert server.http.get("/is_paused").json() == {"is_paused": False}
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+    check_shape(server.http.post(pause, json={"mode": "keep"}), 400, "mode")
+
+
+def test_a_client_may_leave_while_the_server_is_paused(server: Server) -> None:
+    server.http.post("/pause")
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=LONG, headers={"x-api-key": KEY}, timeout=0.5)
+        deadline = time.monotonic() + 10
+        while server.http.get("/load").json()["num_requests_waiting"]:
+            assert time.monotonic() < deadline
+    finally:
+        server.http.post("/resume")
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
+def test_the_cache_is_reset_unless_it_is_in_use(server: Server, path: str) -> None:
+    server.wait_for("deepinfer:num_requests_running", 0)
+    answer = server.http.post(path).json()
+    assert answer["success"] is True and answer["num_free_blocks"] > 0
+    with server.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+        lines = lines_of(stream)
+        next(lines)
+        assert check_shape(server.http.post(path), 400)["code"] == "cache_in_use"
+        server.http.post("/abort_requests", json={"abort_all": True})
+        assert any('"abort"' in line for line in lines)
+    server.wait_for("deepinfer:num_requests_running", 0)
+    assert server.http.post(path).json() == answer
+
+
+def test_abort_one_is_asked_for_properly(server: Server) -> None:
+    for body in ({}, {"rid": "a", "abort_all": True}, {"rid": ""}):
+        check_shape(server.http.post("/abort_request", json=body), 400, "rid")
+    assert server.http.post("/abort_request", json={"rid": "none"}).json() == {"aborted": [], "unknown": ["none"]}
+    assert server.http.post("/abort_request", json={"rid": "", "abort_all": True}).json()["aborted"] == []
+
+
+def test_profiles_are_taken_through_the_server(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+    check_shape(server.http.post("/start_profile"), 400)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    prefix = ("env", f"DEEPINFER_PROFILER_DIR={tmp_path}")
+    profiled = start_server(checkpoint, "--served-model-name", MODEL, "--profiler-port", str(port), prefix=prefix)
+    try:
+        assert httpx.post(f"{profiled.url}/start_profile").json()["state"] in ("starting", "recording")
+        httpx.post(f"{profiled.url}/v1/completions", json=LONG | {"max_tokens": 3}, timeout=60)
+        trace = Path(httpx.post(f"{profiled.url}/stop_profile", timeout=60).json()["trace"])
+        assert trace.parent == tmp_path and trace.stat().st_size > 1000
+        check_shape(httpx.post(f"{profiled.url}/start_profile", params={"num_steps": 0}), 400)
+        check_shape(httpx.post(f"{profiled.url}/stop_profile"), 400)
+    finally:
+        profiled.process.terminate()
+        profiled.process.wait(timeout=30)
+
+
 def test_a_key_aborts_its_own_requests_only(checkpoint: Path) -> None:
     server = start_server(checkpoint, "--served-model-name", MODEL, "--api-key", "one", "--api-key", "two")
     try:
@@ -107,7 +208,9 @@ def test_web_pages_may_call_only_if_allowed(server: Server, checkpoint: Path) ->
         answer = httpx.options(f"{allowing.url}/v1/chat/completions", headers=preflight)
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
-        other = httpx.options(f"{allowing.url}/v1/chat/completions", headers=preflight | {"Origin": "https://b.example"})
+        other = httpx.options(
+            f"{allowing.url}/v1/chat/completions", headers=preflight | {"Origin": "https://b.example"}
+        )
         assert "access-control-allow-origin" not in other.headers
         assert httpx.post(f"{allowing.url}/v1/chat/completions", headers=preflight).status_code == 401
     finally:

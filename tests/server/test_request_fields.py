@@ -1,0 +1,148 @@
+"""Request fields of vLLM and SGLang: each is honoured, or refused by its name; none is silently dropped."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.process import MODEL, Server, lines_of
+from tests.server.test_errors import check_shape
+
+USER = {"role": "user", "content": "hi"}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hello there", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+REFUSED: dict[str, Any] = {
+    "length_penalty": 2.0, "use_beam_search": True, "best_of": 2, "skip_special_tokens": False, "prompt_logprobs": 1,
+    "logprob_token_ids": [4], "allowed_token_ids": [4], "bad_words": ["a"], "repetition_detection": {"min_count": 3},
+    "structured_outputs": {"regex": "a"}, "regex": "a", "ebnf": "a", "json_schema": "{}", "structural_tag": {},
+    "cache_salt": "s", "kv_transfer_params": {}, "stream_interval": 4, "routed_experts_prompt_start": 1,
+    "return_hidden_states": True, "return_routed_experts": True, "lora_path": "x", "stop_regex": "a",
+    "custom_logit_processor": "x", "logits_processors": ["a"], "no_stop_trim": True, "data_parallel_rank": 1,
+}  # fmt: skip
+REFUSED_IN_CHAT = REFUSED | {
+    "truncate_prompt_tokens": 3, "echo": True, "documents": [{"text": "a"}], "chat_template": "x",
+    "thinking_token_budget": 4, "parallel_tool_calls": False, "add_special_tokens": True, "separate_reasoning": False,
+    "stream_reasoning": False, "mm_processor_kwargs": {"a": 1}, "response_format": {"type": "json_object"},
+    "add_generation_prompt": False, "chat_template_kwargs": {"other": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_CHAT)
+def test_a_chat_field_that_cannot_be_honoured_is_refused_by_name(server: Server, name: str) -> None:
+    error = check_shape(server.http.post("/v1/chat/completions", json=CHAT | {name: REFUSED_IN_CHAT[name]}), 400, name)
+    assert name in error["message"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_completion_field_that_cannot_be_honoured_is_refused_by_name(server: Server, name: str) -> None:
+    check_shape(server.http.post("/v1/completions", json=TEXT | {name: REFUSED[name]}), 400, name)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "return_prompt_text", "include_reasoning"])
+def test_fields_that_other_protocols_lack(server: Server, path: str, name: str) -> None:
+    values = {"truncate_prompt_tokens": 3, "return_prompt_text": True, "include_reasoning": False}
+    body = {"model": MODEL, "input": "hi", "messages": [USER]} | {name: values[name]}
+    answer = server.http.post(path, json=body)
+    assert answer.status_code == 400 and name in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("name", ["request_id", "rid"])
+def test_the_client_names_its_request(server: Server, path: str, name: str) -> None:
+    body = (CHAT if "chat" in path else TEXT) | {name: "mine-7", "session_id": "s-1"}
+    answer = server.http.post(path, json=body).json()
+    assert answer["id"] == ("chatcmpl-mine-7" if "chat" in path else "cmpl-mine-7")
+    check_shape(server.http.post(path, json=body | {name: "a b"}), 400, name)
+    long = body | {"max_tokens": 900, "stream": True}
+    with server.http.stream("POST", path, json=long) as stream:
+        lines = lines_of(stream)
+        next(lines)
+        assert server.http.post("/abort_request", json={"rid": "mine-7"}).json()["aborted"] == ["mine-7"]
+        assert any('"abort"' in line for line in lines)
+
+
+@pytest.mark.parametrize("keep", [1, 3, 1000])
+def test_a_prompt_is_truncated_on_the_side_asked_for(server: Server, keep: int) -> None:
+    ids = list(range(20, 30))
+    body = TEXT | {"prompt": ids, "truncate_prompt_tokens": keep, "return_token_ids": True, "return_prompt_text": True}
+    left = server.http.post("/v1/completions", json=body).json()
+    right = server.http.post("/v1/completions", json=body | {"truncation_side": "right"}).json()
+    assert left["choices"][0]["prompt_token_ids"] == ids[-keep:]
+    assert right["choices"][0]["prompt_token_ids"] == ids[:keep]
+    assert left["usage"]["prompt_tokens"] == min(keep, 10)
+    plain = server.http.post("/v1/completions", json=TEXT | {"prompt": ids[-keep:]}).json()
+    assert left["choices"][0]["text"] == plain["choices"][0]["text"]
+    shown = server.http.post("/detokenize", json={"tokens": ids[-keep:]}).json()["prompt"]
+    assert left["choices"][0]["prompt_text"] == shown
+
+
+def test_truncation_to_the_context_leaves_room_for_the_answer(server: Server) -> None:
+    body = TEXT | {"prompt": [20] * 1024, "truncate_prompt_tokens": -1, "max_tokens": 5}
+    assert server.http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"] == 1024 - 5
+    check_shape(server.http.post("/v1/completions", json=body | {"truncate_prompt_tokens": -2}), 400)
+    check_shape(server.http.post("/v1/completions", json=body | {"truncate_prompt_tokens": 0}), 400, "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_left_out_if_asked(server: Server, stream: bool) -> None:
+    """A random model never stops thinking: all of its text is reasoning."""
+    body = CHAT | {"thinking": {"type": "enabled"}, "logprobs": True, "return_token_ids": True, "max_tokens": 12}
+
+    def read(extra: dict[str, Any]) -> tuple[str, str, list[int], int]:
+        asked = body | extra | {"stream": stream}
+        if not stream:
+            choice = server.http.post("/v1/chat/completions", json=asked).json()["choices"][0]
+            said, logprobs = choice["message"], choice["logprobs"] or {}
+            texts = said.get("reasoning_content", ""), said.get("reasoning", "")
+            return *texts, choice["token_ids"], len(logprobs.get("reasoning_content") or ())
+        old = new = ""
+        ids: list[int] = []
+        count = 0
+        with server.http.stream("POST", "/v1/chat/completions", json=asked) as answer:
+            for line in lines_of(answer):
+                if line.startswith("data: {"):
+                    choice = json.loads(line[6:])["choices"][0]
+                    old += choice["delta"].get("reasoning_content") or ""
+                    new += choice["delta"].get("reasoning") or ""
+                    ids += choice["token_ids"]
+                    count += len((choice["logprobs"] or {}).get("reasoning_content") or ())
+        return old, new, ids, count
+
+    old, new, ids, count = read({})
+    assert old == new and old and len(ids) == 12 and count
+    assert read({"include_reasoning": False}) == ("", "", ids, 0)
+
+
+def test_an_answer_continues_the_last_message(server: Server) -> None:
+    messages = [USER, {"role": "assistant", "content": "Once upon"}]
+    body = CHAT | {"messages": messages, "return_prompt_text": True}
+    marked = body | {"messages": [USER, messages[1] | {"prefix": True}]}
+    asked = body | {"continue_final_message": True, "add_generation_prompt": False}
+    one, other = (server.http.post("/v1/chat/completions", json=each).json() for each in (asked, marked))
+    assert one["prompt_text"].endswith("Once upon") and one["prompt_text"] == other["prompt_text"]
+    assert one["choices"][0]["message"] == other["choices"][0]["message"]
+    rendered = server.http.post("/v1/chat/completions/render", json=asked).json()
+    assert rendered["prompt"] == one["prompt_text"]
+    for wrong in ({"add_generation_prompt": True}, {"messages": [USER]}):
+        check_shape(server.http.post("/v1/chat/completions", json=asked | wrong), 400, "continue_final_message")
+
+
+def test_log_probabilities_name_tokens_by_id(server: Server) -> None:
+    extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    choice = server.http.post("/v1/completions", json=TEXT | extra | {"logprobs": 2}).json()["choices"][0]
+    names = [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == names
+    assert all(
+        len(top) == 2 and name in top for name, top in zip(names, choice["logprobs"]["top_logprobs"], strict=True)
+    )
+    chat = CHAT | extra | {"logprobs": True, "top_logprobs": 2}
+    choice = server.http.post("/v1/chat/completions", json=chat).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in choice["token_ids"]][: len(entries)]
+    assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries), "greedy"
+
+
+def test_tokenize_answers_under_both_paths(server: Server) -> None:
+    for path, body in (("tokenize", {"prompt": "hello"}), ("detokenize", {"tokens": [50, 60]})):
+        assert server.http.post(f"/v1/{path}", json=body).json() == server.http.post(f"/{path}", json=body).json()
