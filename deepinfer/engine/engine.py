@@ -25,6 +25,7 @@ from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
 from deepinfer.engine.model_inputs import build_model_inputs, decoder_start, to_device
+from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
 from deepinfer.models.inputs import ModelInputs
@@ -93,6 +94,7 @@ class Engine:
         self._in_flight: LaunchedStep | None = None  # launched and not read
         # The latest token of each state slot, on the device: a step may need it before the host has read it.
         self._latest_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=config.device)
+        self.outputs = NewOutputs()  # an owner that is done with outputs a step later may set a RequestOutputPool
         self._num_arrived = 0
         self._seeds = np.random.default_rng(config.seed)
         self.observer = Observer(config.device, getattr(runner, "flops", None))
@@ -166,6 +168,7 @@ class Engine:
         An exception fails only the requests of the step that raised it.
         """
         self.before_step()
+        self.outputs.next_round()
         launched, outputs = self._launch_forward()
         outputs += self._finish(self._in_flight)
         self._in_flight, failed = self._launch_sampling(launched)
@@ -279,6 +282,7 @@ class Engine:
         """Append the new tokens, apply the stop conditions and collect the news per request."""
         now = time.monotonic()
         news: dict[str, RequestOutput] = {}
+        make = self.outputs
         finished: list[Sequence] = []
         invalid = [sequences[row] for row in sampled.invalid_rows if sequences[row].finish_reason is None]
         for seq, token_id, logprob in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
@@ -288,13 +292,11 @@ class Engine:
             self.num_output_tokens += 1
             if seq.metrics.first_token_time is None:
                 seq.metrics.first_token_time = now
-            completion = CompletionOutput(
-                seq.index, [token_id], None if logprob is None else [logprob], seq.finish_reason, seq.stop_reason
-            )
+            completion = make.completion(seq.index, token_id, logprob, seq.finish_reason, seq.stop_reason)
             output = news.get(seq.request_id)
             if output is None:
                 prompt = self.requests[seq.request_id].prompt_token_ids
-                news[seq.request_id] = RequestOutput(seq.request_id, prompt, [completion], False, seq.metrics)
+                news[seq.request_id] = make.output(seq.request_id, prompt, completion, seq.metrics)
             else:
                 output.outputs.append(completion)
             if seq.finish_reason is not None:

@@ -16,6 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from deepinfer import envs
 from deepinfer.engine.messages import (
     Abort,
     AddRequest,
@@ -29,6 +30,7 @@ from deepinfer.engine.messages import (
     StepOutputs,
     output_to_wire,
 )
+from deepinfer.engine.output_pool import RequestOutputPool
 from deepinfer.outputs import RequestOutput
 from deepinfer.params import SamplingParams
 
@@ -107,6 +109,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, connection: Connection[ServerMessage]):
         self.engine, self.connection = engine, connection
+        engine.outputs = RequestOutputPool(debug=envs.get("DEEPINFER_CHECK_INTEGRITY"))  # encoded before the next step
         self.heartbeat_due = 0.0
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
