@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal
 
 from deepinfer.engine.engine import Engine, EngineStats
+from deepinfer.engine.mailbox import Deliver, Leave, News, outputs_of
 from deepinfer.errors import EngineStoppedError
 from deepinfer.observability.stats import StatsLogger
 from deepinfer.outputs import RequestOutput
@@ -22,36 +23,15 @@ from deepinfer.params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
-class _Stream:
-    """Outputs of one request on their way to its consumer; used in the consumer's event loop only."""
+class _Listener:
+    """Who hears of one request, in the event loop that submitted it."""
 
-    def __init__(self) -> None:
+    __slots__ = ("loop", "deliver", "has_left")
+
+    def __init__(self, deliver: Deliver) -> None:
         self.loop = asyncio.get_running_loop()
-        self.ready = asyncio.Event()
-        self.pending: RequestOutput | None = None
-        self.error: Exception | None = None
-
-    def push(self, output: RequestOutput) -> None:
-        if self.pending is None:
-            self.pending = output
-        else:
-            self.pending.merge(output)
-        self.ready.set()
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.ready.set()
-
-    async def pop(self) -> RequestOutput:
-        await self.ready.wait()
-        self.ready.clear()
-        output, self.pending = self.pending, None
-        if output is None:
-            assert self.error is not None
-            raise self.error
-        if self.error is not None:
-            self.ready.set()
-        return output
+        self.deliver = deliver
+        self.has_left = False
 
 
 class AsyncEngine:
@@ -61,7 +41,7 @@ class AsyncEngine:
         self.max_model_len = engine.max_model_len
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}  # engine thread only
+        self._listeners: dict[str, _Listener] = {}  # engine thread only
         self._stopped: str | None = None  # why
         engine.observer.set_wake(partial(self._inbox.put, engine.before_step))
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
@@ -87,25 +67,30 @@ class AsyncEngine:
             EngineStoppedError: the engine is closed or dead.
         """
         params = sampling_params or SamplingParams()
+        self.check(prompt_token_ids, params)
+        return outputs_of(partial(self.submit, request_id, prompt_token_ids, params))
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """ValueError for an invalid prompt or parameters, EngineStoppedError unless requests are taken."""
         self._engine.validate(prompt_token_ids, params)
         self._check_running()
-        return self._generate(request_id, list(prompt_token_ids), params)
 
-    async def _generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
-    ) -> AsyncGenerator[RequestOutput, None]:
-        stream = _Stream()
-        self._inbox.put(partial(self._add, request_id, prompt_token_ids, params, stream))
-        finished = False
-        try:
-            self._check_running()  # after the put: a thread that died before it will not see it
-            while not finished:
-                output = await stream.pop()
-                finished = output.finished
-                yield output
-        finally:
-            if not finished:
-                self._inbox.put(partial(self._abandon, request_id, stream))
+    def submit(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, deliver: Deliver
+    ) -> Leave:
+        """Queue a request that `check` has passed; call what is returned to end it and hear no more of it.
+
+        `deliver` is called in the running event loop, with every output or with the exception that ends the request:
+        ValueError if request_id is in use. Raises EngineStoppedError if the engine is closed or dead.
+        """
+        listener = _Listener(deliver)
+        self._inbox.put(partial(self._add, request_id, list(prompt_token_ids), params, listener))
+        self._check_running()  # after the put: a thread that died before it will not see it
+        return partial(self._leave, request_id, listener)
+
+    def _leave(self, request_id: str, listener: _Listener) -> None:
+        listener.has_left = True
+        self._inbox.put(partial(self._abandon, request_id, listener))
 
     def abort(self, request_id: str) -> None:
         """End a request from outside; its consumer gets a last output with finish reason "abort"."""
@@ -140,13 +125,13 @@ class AsyncEngine:
             logger.exception("the engine loop died")
             reason = f"the engine died of {type(error).__name__}: {error}"
         self._stopped = reason
-        streams = list(self._streams.values())
+        listeners = list(self._listeners.values())
         while not self._inbox.empty():
             command = self._inbox.get()
             if isinstance(command, partial) and command.func == self._add:
-                streams.append(command.args[3])  # whatever its id: one that is in use has its own consumer
-        for stream in streams:
-            self._call_in_loop(stream, stream.fail, EngineStoppedError(reason))
+                listeners.append(command.args[3])  # whatever its id: one that is in use has its own consumer
+        for listener in listeners:
+            self._call_in_loop(listener, _deliver_all, [(listener, EngineStoppedError(reason))])
         self._engine.observer.close()
 
     def _obey_inbox(self) -> bool:
@@ -158,46 +143,47 @@ class AsyncEngine:
             command()
         return True
 
-    def _add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, stream: _Stream) -> None:
+    def _add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: _Listener) -> None:
         try:
             self._engine.add_request(request_id, prompt_token_ids, params)
-            self._streams[request_id] = stream
+            self._listeners[request_id] = listener
         except ValueError as error:
-            self._call_in_loop(stream, stream.fail, error)
+            self._call_in_loop(listener, _deliver_all, [(listener, error)])
 
     def _abort(self, request_id: str) -> None:
         output = self._engine.abort_request(request_id)
         if output is not None:
             self._deliver([output])
 
-    def _abandon(self, request_id: str, stream: _Stream) -> None:
-        """The consumer is gone. The id may belong to another stream, if this one was refused it."""
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
+    def _abandon(self, request_id: str, listener: _Listener) -> None:
+        """The consumer is gone. The id may belong to another request, if this one was refused it."""
+        if self._listeners.get(request_id) is listener:
+            del self._listeners[request_id]
             self._engine.abort_request(request_id)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Hand each output to its stream, with one wake-up per event loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        """Hand each output to its listener, with one wake-up per event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Listener, RequestOutput]]] = {}
         for output in outputs:
-            stream = self._streams[output.request_id]
-            by_loop.setdefault(stream.loop, []).append((stream, output))
+            listener = self._listeners[output.request_id]
+            by_loop.setdefault(listener.loop, []).append((listener, output))
             if output.finished:
-                del self._streams[output.request_id]
+                del self._listeners[output.request_id]
         for deliveries in by_loop.values():
-            if not self._call_in_loop(deliveries[0][0], _push_all, deliveries):
-                for stream, output in deliveries:
-                    self._abandon(output.request_id, stream)
+            if not self._call_in_loop(deliveries[0][0], _deliver_all, deliveries):
+                for listener, output in deliveries:
+                    self._abandon(output.request_id, listener)
 
-    def _call_in_loop(self, stream: _Stream, callback: Callable, argument: object) -> bool:
+    def _call_in_loop(self, listener: _Listener, callback: Callable, argument: object) -> bool:
         """False if the consumer's event loop is closed, and so nobody listens."""
         try:
-            stream.loop.call_soon_threadsafe(callback, argument)
+            listener.loop.call_soon_threadsafe(callback, argument)
         except RuntimeError:
             return False
         return True
 
 
-def _push_all(deliveries: list[tuple[_Stream, RequestOutput]]) -> None:
-    for stream, output in deliveries:
-        stream.push(output)
+def _deliver_all(deliveries: Sequence[tuple[_Listener, News]]) -> None:
+    for listener, news in deliveries:
+        if not listener.has_left:
+            listener.deliver(news)

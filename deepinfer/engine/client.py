@@ -16,11 +16,13 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, replace
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
+from deepinfer.engine.mailbox import Deliver, Leave, outputs_of
 from deepinfer.engine.messages import (
     Abort,
     AddRequest,
@@ -51,41 +53,12 @@ CLOSE_SECONDS = 10.0  # how long the process may take to end when it is told to
 _NO_WINDOW = WindowStats(0.0, 0.0, 0, 0, 0.0, 0, 0.0, None, None, None, None)
 
 
-class _Stream:
-    """Outputs of one request on their way to its consumer."""
+class _Request(NamedTuple):
+    """One that the process works on."""
 
-    __slots__ = ("number", "request_id", "prompt_token_ids", "pending", "error", "waiter")
-
-    def __init__(self, number: int, request_id: str, prompt_token_ids: list[int]) -> None:
-        self.number, self.request_id, self.prompt_token_ids = number, request_id, prompt_token_ids
-        self.pending: RequestOutput | None = None
-        self.error: Exception | None = None
-        self.waiter: asyncio.Future[None] | None = None
-
-    def push(self, output: RequestOutput) -> None:
-        if self.pending is None:
-            self.pending = output
-        else:
-            self.pending.merge(output)
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    async def pop(self) -> RequestOutput:
-        if self.pending is None and self.error is None:
-            self.waiter = asyncio.get_running_loop().create_future()
-            await self.waiter
-        output, self.pending = self.pending, None
-        if output is None:
-            assert self.error is not None
-            raise self.error
-        return output
+    request_id: str
+    prompt_token_ids: list[int]
+    deliver: Deliver
 
 
 class RemoteStatistics:
@@ -133,7 +106,7 @@ class EngineClient:
     def __init__(self, model: str, config: EngineConfig | None = None, log_level: str = "warning"):
         self._start = Start(str(model), asdict(config or EngineConfig()), log_level)
         self._silence = envs.get("DEEPINFER_ENGINE_TIMEOUT")
-        self._streams: dict[int, _Stream] = {}
+        self._requests: dict[int, _Request] = {}
         self._numbers: dict[str, int] = {}  # of the requests in progress
         self._next_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -191,31 +164,40 @@ class EngineClient:
             EngineStoppedError: the engine is starting, closed or dead; from the generator if it dies.
         """
         params = sampling_params or SamplingParams()
-        check_request(prompt_token_ids, params, self.max_model_len, self.vocab_size)
-        self._check_running()
-        return self._generate(request_id, list(prompt_token_ids), params)
+        self.check(prompt_token_ids, params)
+        return outputs_of(partial(self.submit, request_id, prompt_token_ids, params))
 
-    async def _generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
-    ) -> AsyncGenerator[RequestOutput, None]:
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """ValueError for an invalid prompt or parameters, EngineStoppedError unless requests are taken."""
+        self._check_running()  # before it has started, the limits are unknown
+        check_request(prompt_token_ids, params, self.max_model_len, self.vocab_size)
+
+    def submit(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, deliver: Deliver
+    ) -> Leave:
+        """Queue a request that `check` has passed; call what is returned to end it and hear no more of it.
+
+        `deliver` is called in the event loop, with every output or with the exception that ends the request.
+
+        Raises:
+            ValueError: request_id is in use.
+            EngineStoppedError: the engine is starting, closed or dead.
+        """
         self.attach()
         self._check_running()
         if request_id in self._numbers:
             raise ValueError(f"request_id {request_id!r} is already in use")
         number = self._next_number
         self._next_number += 1
-        stream = self._streams[number] = _Stream(number, request_id, prompt_token_ids)
+        prompt = list(prompt_token_ids)
+        self._requests[number] = _Request(request_id, prompt, deliver)
         self._numbers[request_id] = number
-        finished = False
-        try:
-            self._send(AddRequest(number, prompt_token_ids, params_to_wire(params)))
-            while not finished:
-                output = await stream.pop()
-                finished = output.finished
-                yield output
-        finally:
-            if self._forget(number):
-                self._send(Abort(number))
+        self._send(AddRequest(number, prompt, params_to_wire(params)))
+        return partial(self._leave, number)
+
+    def _leave(self, number: int) -> None:
+        if self._forget(number):
+            self._send(Abort(number))
 
     def abort(self, request_id: str) -> None:
         """End a request from outside; its consumer gets a last output with finish reason "abort"."""
@@ -323,9 +305,10 @@ class EngineClient:
             self._stats = message.stats
             self.statistics.update(message.window, message.totals)
         elif isinstance(message, Refused):
-            stream = self._streams.get(message.number)
-            if self._forget(message.number) and stream is not None:
-                stream.fail(ValueError(message.message))
+            request = self._requests.get(message.number)
+            if request is not None:
+                self._forget(message.number)
+                request.deliver(ValueError(message.message))
         elif isinstance(message, Ready):
             self.vocab_size, self.max_model_len = message.vocab_size, message.max_model_len
             self.state, self._ready_since = "ready", time.monotonic()
@@ -336,19 +319,19 @@ class EngineClient:
             logger.error("the engine could not be restarted: %s", message.message)
 
     def _deliver(self, output: Output) -> None:
-        stream = self._streams.get(output.number)
-        if stream is None:
+        request = self._requests.get(output.number)
+        if request is None:
             return  # its consumer has left
         if output.finished:
             self._forget(output.number)
-        stream.push(output_from_wire(output, stream.request_id, stream.prompt_token_ids))
+        request.deliver(output_from_wire(output, request.request_id, request.prompt_token_ids))
 
     def _forget(self, number: int) -> bool:
         """False if the request is over already."""
-        stream = self._streams.pop(number, None)
-        if stream is not None:
-            del self._numbers[stream.request_id]
-        return stream is not None
+        request = self._requests.pop(number, None)
+        if request is not None:
+            del self._numbers[request.request_id]
+        return request is not None
 
     # Death and restart.
 
@@ -382,9 +365,9 @@ class EngineClient:
             self._restart = self._loop.create_task(self._restart_after_death())
         self._stats = replace(self._stats, num_waiting=0, num_running=0, num_free_blocks=self._stats.num_blocks)
         self.statistics.restart()
-        streams, self._streams, self._numbers = self._streams, {}, {}
-        for stream in streams.values():
-            stream.fail(EngineStoppedError(self._reason))
+        requests, self._requests, self._numbers = self._requests, {}, {}
+        for request in requests.values():
+            request.deliver(EngineStoppedError(self._reason))
 
     async def _restart_after_death(self) -> None:
         process = self._process
