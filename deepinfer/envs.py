@@ -55,6 +55,11 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     ),
     "DEEPINFER_CUDA_GRAPHS": (_bool, None, "whether decode steps are captured as CUDA graphs; default: on a GPU"),
     "DEEPINFER_DEBUG": (_bool, False, "show the traceback of an error on the command line"),
+    "DEEPINFER_ENGINE_KIND": (
+        _choice("normal", "prefill", "decode", "completion"),
+        "normal",
+        "what an engine does: both phases, only one of them, or both for throughput (offline work)",
+    ),
     "DEEPINFER_ENGINE_TIMEOUT": (
         _number(float, 0),
         300.0,

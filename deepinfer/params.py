@@ -11,6 +11,7 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**63 - 1  # of tokens; what the engine's int64 holds
+MAX_PRIORITY = 2**31 - 1
 REPETITION_PENALTIES = (0.01, 100.0)  # far beyond any use; every logit edited with one of them is a finite float32
 
 
@@ -43,6 +44,9 @@ class SamplingParams:
         n: number of independent completions; completion i is what a request with `seed` + i gives.
         logit_bias: token id -> value in [-100, 100] added to its logit.
         stop: strings that end the output; applied by the text layer, the engine never sees text.
+        priority: lower goes first, in the queue and when the cache runs short; a level is worth a minute of waiting.
+        deadline_seconds: end the request with reason "abort" (stop reason "deadline") this long after its arrival,
+            with the tokens that it has by then; None: it may take as long as it takes.
 
     Raises:
         ValueError: naming the field and the allowed values.
@@ -66,6 +70,8 @@ class SamplingParams:
     n: int = 1
     logit_bias: Mapping[int, float] | None = None
     stop: Sequence[str] = ()
+    priority: int = 0
+    deadline_seconds: float | None = None
 
     # Derived once, because the sampler asks at every step.
     is_greedy: bool = field(init=False, repr=False, compare=False)
@@ -102,6 +108,9 @@ class SamplingParams:
                 raise ValueError("golden_token_ids must not be empty")
         self._normalise("logit_bias", _logit_bias(self.logit_bias))
         self._normalise("stop", _stop_strings(self.stop))
+        _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.deadline_seconds is not None:
+            _check_float("deadline_seconds", self.deadline_seconds, 0.0, low_open=True)
         self._normalise("is_greedy", self.temperature == 0 or self.golden_token_ids is not None)
         has_penalties = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
         self._normalise("has_penalties", has_penalties)

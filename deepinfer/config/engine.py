@@ -11,6 +11,8 @@ from deepinfer.errors import shown
 KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp8", "fp64")
 DTYPES = ("auto", "fp32", "bf16", "fp64")
 YOCO_MODES = ("off", "mask", "compact")
+ENGINE_KINDS = ("normal", "prefill", "decode", "completion")
+PREEMPTION_MODES = ("recompute", "swap")
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 DEFAULT_CACHE_BYTES = 2 << 30
 INT32_MAX = 2**31 - 1  # counts of blocks, sequences and tokens are int32 on the device
@@ -45,15 +47,24 @@ class EngineConfig:
         yoco_prefill_keep_tokens: at least window + max_backtracking_tokens of the model.
         max_backtracking_tokens: tokens of a sequence that speculation may take back, which the sliding-window caches
             keep beside the window; None, and whatever is less, is what the model needs: its draft tokens + 1.
+        kind: "normal" runs prompts and answers in turn; "completion" too, with more prefill steps for each decode step
+            (throughput before latency); "prefill" runs prompts only and hands sequences over after their first token;
+            "decode" goes on with such sequences.
+        preemption_mode: what becomes of a sequence when the cache is full: "recompute" drops its cache, "swap" moves it
+            to host memory and back (and recomputes if there is no room).
+        swap_memory_bytes: host memory for that, pinned if the device is a GPU.
+        prefill_step_ms: most time for one prefill step, by a cost model fitted to the steps that ran; None: no limit
+            but that of tokens.
         zero_overhead_scheduling: schedule and launch a step before the tokens of the last one are read; None: where the
-            device runs beside the host (on a CPU there is nothing to hide, and tokens would come a step later).
+            device runs beside the host (on a CPU there is nothing to hide, and tokens would come a step later), if
+            the engine decodes in turn with prompts ("normal" and "completion").
 
         cuda_graphs: pad decode steps to a ladder of shapes and capture each as a CUDA graph; None: on a GPU, if its
             kernels can be captured. On a CPU the padded steps run as they are: for tests.
         cudagraph_batch_size_interval: distance between the captured batch sizes above the first powers of two.
         torch_compile: run the decode steps, padded, through torch.compile: minutes of compiling for each shape.
 
-    The last seven default to the environment variables DEEPINFER_<NAME>.
+    The last seven default to the environment variables DEEPINFER_<NAME>, kind to DEEPINFER_ENGINE_KIND.
 
     Raises:
         ValueError: naming the field and the allowed values.
@@ -72,6 +83,10 @@ class EngineConfig:
     quantize_activations: bool = False
     device: str = "cpu"
     seed: int | None = None
+    kind: str = field(default_factory=partial(envs.get, "DEEPINFER_ENGINE_KIND"))
+    preemption_mode: str = "recompute"
+    swap_memory_bytes: int = 1 << 30
+    prefill_step_ms: float | None = None
     yoco_prefill_truncation_mode: str = field(
         default_factory=partial(envs.get, "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE")
     )
@@ -91,26 +106,37 @@ class EngineConfig:
     @property
     def overlaps_steps(self) -> bool:
         """What zero_overhead_scheduling comes to on this device."""
-        return self.device != "cpu" if self.zero_overhead_scheduling is None else self.zero_overhead_scheduling
+        if self.zero_overhead_scheduling is not None:
+            return self.zero_overhead_scheduling
+        return self.device != "cpu" and self.kind in ("normal", "completion")
 
     def __post_init__(self) -> None:
         minimum = {"block_size": 1, "num_blocks": 2, "cache_memory_bytes": 1, "max_num_seqs": 1,
                    "max_num_batched_tokens": 1, "prefill_chunk_size": 1, "max_model_len": 2, "seed": 0,
                    "yoco_prefill_keep_tokens": 1, "max_backtracking_tokens": 1,
-                   "cudagraph_batch_size_interval": 1}  # fmt: skip
+                   "cudagraph_batch_size_interval": 1, "swap_memory_bytes": 1}  # fmt: skip
         optional = ("num_blocks", "cache_memory_bytes", "max_model_len", "seed", "yoco_prefill_keep_tokens",
                     "max_backtracking_tokens")  # fmt: skip
         for name, low in minimum.items():
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
-            high = INT64_MAX if name in ("cache_memory_bytes", "seed") else INT32_MAX
+            high = INT64_MAX if name in ("cache_memory_bytes", "swap_memory_bytes", "seed") else INT32_MAX
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name} must be an integer >= {low} and <= {high}, got {shown(value)}")
         if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
             raise ValueError(f"watermark must be a number in [0, 1), got {self.watermark!r}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be a number in [0, 1), got {self.watermark!r}")
+        step_ms = self.prefill_step_ms
+        is_number = isinstance(step_ms, int | float) and not isinstance(step_ms, bool)
+        if step_ms is not None and not (is_number and 0 < step_ms < math.inf):
+            raise ValueError(f"prefill_step_ms must be a number > 0 or null, got {step_ms!r}")
+        if self.kind not in ENGINE_KINDS:
+            raise ValueError(f"kind must be one of {', '.join(ENGINE_KINDS)}, got {self.kind!r}")
+        if self.preemption_mode not in PREEMPTION_MODES:
+            allowed = ", ".join(PREEMPTION_MODES)
+            raise ValueError(f"preemption_mode must be one of {allowed}, got {self.preemption_mode!r}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}")
         if self.dtype not in DTYPES:

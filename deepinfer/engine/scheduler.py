@@ -1,15 +1,18 @@
 """What runs in the next step: continuous batching, chunked prefill and preemption (system spec, "Rules").
 
 A step is homogeneous. Sequences move waiting -> prefilling -> prompted -> running; preemption sends one back to
-waiting with its tokens, to be recomputed from position 0. Prefill and decode steps take turns while both have work, so
-neither a long prompt nor a stream of arrivals can hold up the other. Progress is certain: a sequence that can never
-fit is refused on arrival, and the sequence with the longest output is preempted last.
+waiting, with its cache on the host (swap.py) or to be recomputed from position 0. Prefill and decode steps take turns
+while both have work, so neither a long prompt nor a stream of arrivals can hold up the other; the ranks of a
+data-parallel group vote instead (voting.py). Progress is certain: a sequence that can never fit is refused on arrival,
+the queue has a fixed order in which nobody is overtaken for ever (order.py), and whoever has the longest output there
+is preempted last.
 
 The next step may be scheduled while the device still draws the tokens of the last one: those are pending, and count. A
 sequence that turns out to have ended is in that next step for nothing; one that is known to be full is not.
 """
 
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +20,15 @@ from itertools import chain
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.block_manager import AllocStatus, BlockManager
+from deepinfer.engine.chunking import PrefillCost, StepBudget
+from deepinfer.engine.order import victim_of
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.state_slots import NULL_SLOT, StateSlots
+from deepinfer.engine.swap import HostSwap
+from deepinfer.engine.voting import Lockstep, StepKind
+
+# Prefill steps in a row while there is something to decode.
+PREFILLS_IN_TURN = {"normal": 1, "decode": 1, "completion": 4}
 
 
 @dataclass(slots=True)
@@ -38,39 +48,64 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, num_blocks: int):
+    """
+    Args:
+        config: sizes and policy.
+        num_blocks: cache blocks, null block included.
+        swap: where preempted sequences go; None: they are recomputed.
+        lockstep: this rank's side of a data-parallel group; None: the engine is alone.
+    """
+
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, swap: HostSwap | None = None, lockstep: Lockstep | None = None
+    ):
         self.blocks = BlockManager(num_blocks, config.block_size)
         self.slots = StateSlots(config.max_num_seqs)
+        self.swap = swap
+        self.lockstep = lockstep
+        self.prefill_cost = PrefillCost()
+        self.prefill_step_ms = config.prefill_step_ms
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.prefill_chunk_size = config.prefill_chunk_size
         self.watermark_blocks = math.ceil(config.watermark * num_blocks)
-        self.waiting: deque[Sequence] = deque()  # in order of arrival, holding nothing
+        self.waiting: deque[Sequence] = deque()  # by Sequence.order, holding nothing on the device
         self.prefilling: list[Sequence] = []  # blocks and slot held, prompt partly computed
         self.prompted: list[Sequence] = []  # first token sampled, not decoded yet
         self.running: list[Sequence] = []
+        self.handed_over: list[Sequence] = []  # taken from a prefill engine, cache held until it is copied
         self.num_preemptions = 0
-        self._last_was_prefill = False
+        self._prefills_in_turn = PREFILLS_IN_TURN.get(config.kind)  # None: this engine does not decode
+        self._prefills_in_a_row = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises ValueError if the pool could never hold it."""
         if self.blocks.can_allocate(self.blocks.blocks_for(len(seq))) is AllocStatus.NEVER:
             raise ValueError(f"prompt_token_ids has {len(seq)} tokens, more than the whole block cache holds")
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=lambda s: s.order)
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.prefilling or self.prompted or self.running)
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step, with its blocks and slots taken; None when there is nothing to do before tokens are read."""
-        attempts = [self._schedule_prefill, self._schedule_decode]
-        if self._last_was_prefill:
-            attempts.reverse()
-        batch = attempts[0]() or attempts[1]()
+        """The next step, with its blocks and slots taken.
+
+        None when there is nothing to do before tokens are read, or sequences are taken, or, in a group, on any rank.
+        A rank of a group that has nothing to do while others have gets an empty batch.
+        """
+        if self.lockstep is not None:
+            kind, batch = self.lockstep.next_step(self._wants_prefill, self._schedule_prefill, self._schedule_decode)
+            return batch or (None if kind is StepKind.IDLE else ScheduledBatch([], [], kind is StepKind.PREFILL))
+        if self._prefills_in_turn is None:
+            return self._schedule_prefill()
+        if self._prefills_in_a_row < self._prefills_in_turn:
+            batch = self._schedule_prefill() or self._schedule_decode()
+        else:  # the last attempt is for what the second one brought back from the host
+            batch = self._schedule_decode() or self._schedule_prefill() or self._schedule_decode()
         if batch is None and not any(s.num_pending for s in chain(self.prompted, self.running, self.waiting)):
             if not self.has_unfinished():
                 return None
             raise RuntimeError("scheduler found no work although sequences are unfinished")
-        self._last_was_prefill = batch is not None and batch.is_prefill
+        self._prefills_in_a_row = self._prefills_in_a_row + 1 if batch is not None and batch.is_prefill else 0
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
@@ -94,54 +129,107 @@ class Scheduler:
         self.prefilling = [s for s in self.prefilling if id(s) not in gone]
         if len(held) < len(sequences):  # the others were waiting, a queue that may be long
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
+            if self.swap is not None:
+                for seq in sequences:
+                    self.swap.drop(seq)
+
+    def take_prefilled(self) -> list[Sequence]:
+        """Sequences that have their first token, for a decode engine; they keep their cache until `release_taken`."""
+        taken = [s for s in self.prompted if not s.num_pending]
+        self.prompted = [s for s in self.prompted if s.num_pending]
+        self.handed_over += taken
+        return taken
+
+    def release_taken(self, seq: Sequence) -> None:
+        """The cache of a sequence from `take_prefilled` has been copied, or is not wanted."""
+        self.handed_over.remove(seq)
+        self._release(seq)
+
+    def add_prefilled(self, seq: Sequence) -> bool:
+        """Take in a sequence whose cache the caller is about to fill up to its last token; False: no room now."""
+        if not self._fits(seq):
+            return False
+        self._hold(seq)
+        seq.num_computed = len(seq) - 1
+        self.prompted.append(seq)
+        return True
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if a block or slot leaked or a queue holds a sequence in the wrong state."""
         admitted = [*self.prefilling, *self.prompted, *self.running]
-        self.blocks.check_integrity(s.block_table for s in chain(admitted, self.waiting))
-        self.slots.check_integrity(s.state_slot for s in admitted)
-        arrivals = [s.arrival for s in self.waiting]
-        if arrivals != sorted(arrivals):
+        holding = [*admitted, *self.handed_over]
+        self.blocks.check_integrity(s.block_table for s in chain(holding, self.waiting))
+        self.slots.check_integrity(s.state_slot for s in holding)
+        if self.swap is not None:
+            self.swap.check_integrity(self.waiting)
+        orders = [s.order for s in self.waiting]
+        if orders != sorted(orders):
             raise RuntimeError("waiting sequences are out of order")
-        if any(s.num_computed or s.state_slot != NULL_SLOT for s in self.waiting):
+        if any((s.num_computed and not s.host_blocks) or s.state_slot != NULL_SLOT for s in self.waiting):
             raise RuntimeError("a waiting sequence holds cache")
+        if any(s.host_blocks for s in holding):
+            raise RuntimeError("a sequence is on the device and on the host")
         if any(s.num_computed >= len(s) for s in self.prefilling):
             raise RuntimeError("a prefilling sequence has nothing left to compute")
         if any(s.num_computed != s.num_tokens - 1 for s in chain(self.prompted, self.running)):
             raise RuntimeError("a decoding sequence must have exactly its last token left to compute")
 
+    def _wants_prefill(self) -> bool:
+        """Whether there is prefill work, and the cache below its watermark if it needs more of that."""
+        below = self._is_idle or self.blocks.num_free >= self.watermark_blocks
+        return bool(self.prefilling) or (bool(self.waiting) and below)
+
     def _schedule_prefill(self) -> ScheduledBatch | None:
-        """Chunks of admitted prompts first, then new ones in order of arrival while tokens, slots and blocks last."""
+        """Chunks of admitted prompts first, then of those that wait while tokens, time, slots and blocks last."""
         sequences: list[Sequence] = []
         num_tokens: list[int] = []
-        budget = self.max_num_batched_tokens
+        budget = StepBudget(
+            self.max_num_batched_tokens, self.prefill_chunk_size, self.prefill_cost, self.prefill_step_ms
+        )
         for seq in chain(list(self.prefilling), self._admit()):
-            chunk = min(len(seq) - seq.num_computed, self.prefill_chunk_size, budget)
+            chunk = budget.take(seq.num_computed, len(seq), seq.image_spans)
+            if chunk == 0:
+                break
             sequences.append(seq)
             num_tokens.append(chunk)
-            budget -= chunk
-            if budget == 0:
+            if budget.tokens == 0:
                 break
         return ScheduledBatch(sequences, num_tokens, is_prefill=True) if sequences else None
 
     def _admit(self) -> Iterator[Sequence]:
-        """Move sequences from waiting to prefilling, oldest first, until one does not fit.
+        """Take sequences from the waiting queue, in its order, until one does not fit; yields those to prefill.
 
         Blocks for all its tokens are taken at once: prompts that each hold a part of what they need would deadlock.
         """
-        while self.waiting and self.slots.num_free:
+        while self.waiting:
             seq = self.waiting[0]
             if seq.num_pending:  # preempted a moment ago; what it must recompute is not known yet
                 return
-            is_idle = self.slots.num_free == self.slots.num_slots
-            keep_free = 0 if is_idle else self.watermark_blocks
-            if self.blocks.can_allocate(self.blocks.blocks_for(len(seq)), keep_free) is not AllocStatus.OK:
+            if not self._fits(seq):
                 return
             self.waiting.popleft()
-            seq.state_slot = self.slots.allocate()
-            self.blocks.extend(seq.block_table, len(seq))
-            self.prefilling.append(seq)
-            yield seq
+            self._hold(seq)
+            if seq.host_blocks:
+                assert self.swap is not None
+                self.swap.swap_in(seq)
+            if seq.num_output_tokens and seq.num_computed == len(seq) - 1:
+                self.prompted.append(seq)
+            else:
+                self.prefilling.append(seq)
+                yield seq
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.slots.num_free == self.slots.num_slots
+
+    def _fits(self, seq: Sequence) -> bool:
+        keep_free = 0 if self._is_idle else self.watermark_blocks
+        needed = self.blocks.blocks_for(len(seq))
+        return self.slots.num_free > 0 and self.blocks.can_allocate(needed, keep_free) is AllocStatus.OK
+
+    def _hold(self, seq: Sequence) -> None:
+        seq.state_slot = self.slots.allocate()
+        self.blocks.extend(seq.block_table, len(seq))
 
     def _schedule_decode(self) -> ScheduledBatch | None:
         """One token for every prompted and running sequence, after preempting until their new blocks fit."""
@@ -150,7 +238,7 @@ class Scheduler:
         block_size = self.blocks.block_size
         growing = [s for s in self.running if len(s.block_table) * block_size < s.num_tokens and not s.is_full]
         while len(growing) > self.blocks.num_free:
-            victim = min(chain(self.running, self.prefilling), key=lambda s: (s.num_output_tokens, -s.arrival))
+            victim = victim_of(chain(self.running, self.prefilling))
             self._preempt(victim)
             growing = [s for s in growing if s is not victim]
         for seq in growing:
@@ -159,16 +247,15 @@ class Scheduler:
         return ScheduledBatch(decoding, [1] * len(decoding), is_prefill=False) if decoding else None
 
     def _preempt(self, victim: Sequence) -> None:
-        """Send a sequence back to waiting, at its place by arrival, to recompute prompt and output."""
+        """Send a sequence back to its place in the waiting queue, its cache to the host or away."""
         queue = self.running if victim in self.running else self.prefilling
         queue.remove(victim)
+        if self.swap is None or not self.swap.swap_out(victim):
+            victim.num_computed = 0
         self._release(victim)
-        victim.num_computed = 0
         victim.metrics.num_preemptions += 1
         self.num_preemptions += 1
-        # Only earlier victims can be older than this one, so the search is short.
-        place = next((i for i, seq in enumerate(self.waiting) if seq.arrival > victim.arrival), len(self.waiting))
-        self.waiting.insert(place, victim)
+        insort(self.waiting, victim, key=lambda s: s.order)
 
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from deepinfer.engine.order import queue_order
 from deepinfer.engine.state_slots import NULL_SLOT
 from deepinfer.outputs import FinishReason, RequestMetrics
 from deepinfer.params import SamplingParams
@@ -18,11 +19,14 @@ class Sequence:
     The cache holds the first `num_computed` tokens; the last token of a decoding sequence is not in it yet.
     `num_pending` tokens (0 or 1) were sampled on the device after those in `token_ids` and have not been read yet;
     counts that matter to the next step (`num_tokens`) include them.
+    While it is swapped out, `host_blocks` (int32) are the rows of the host pool that hold its cache (swap.py).
+    `order` is its place in the waiting queue (order.py); `image_spans` are the prompt's images, which no chunk cuts.
     """
 
     __slots__ = (
-        "request_id", "index", "arrival", "params", "seed", "metrics", "num_prompt_tokens", "max_num_tokens",
-        "token_ids", "block_table", "state_slot", "num_computed", "num_pending", "finish_reason", "stop_reason",
+        "request_id", "index", "arrival", "order", "params", "seed", "metrics", "num_prompt_tokens", "max_num_tokens",
+        "token_ids", "image_spans", "block_table", "host_blocks", "state_slot", "num_computed", "num_pending",
+        "finish_reason", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -35,10 +39,12 @@ class Sequence:
         seed: int,
         metrics: RequestMetrics,
         max_model_len: int = sys.maxsize,
+        image_spans: SequenceOf[tuple[int, int]] = (),
     ):
         self.request_id = request_id
         self.index = index
         self.arrival = arrival
+        self.order = queue_order(metrics.arrival_time, params.priority, arrival)
         self.params = params
         self.seed = seed
         self.metrics = metrics
@@ -49,7 +55,9 @@ class Sequence:
         if params.golden_token_ids is not None:
             self.max_num_tokens = min(self.max_num_tokens, self.num_prompt_tokens + len(params.golden_token_ids))
         self.token_ids = array("q", prompt_token_ids)
+        self.image_spans = image_spans
         self.block_table = array("i")
+        self.host_blocks = array("i")
         self.state_slot = NULL_SLOT
         self.num_computed = 0
         self.num_pending = 0
