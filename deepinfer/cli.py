@@ -10,7 +10,7 @@ import sys
 import typer
 
 from deepinfer import envs
-from deepinfer.commands import bench, chat, doctor, generate, plan, recipe, serve
+from deepinfer.commands import bench, chat, doctor, generate, kernels, plan, recipe, serve
 from deepinfer.commands.options import examples
 
 app = typer.Typer(
@@ -61,6 +61,7 @@ serve.register(app)
 doctor.register(app)
 plan.register(app)
 app.add_typer(bench.app, name="bench")
+app.add_typer(kernels.app, name="kernels")
 app.add_typer(recipe.app, name="recipe")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -42,7 +43,7 @@ def find_compiler() -> Compiler:
             return _nvrtc(ctypes.CDLL(library))
         except OSError:
             continue
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    nvcc = shutil.which("nvcc") or shutil.which(os.path.join(os.environ.get("CUDA_HOME", ""), "bin", "nvcc"))
     if nvcc:
         return _nvcc(nvcc)
     raise CompileError("no CUDA compiler: install nvidia-cuda-nvrtc (PyTorch's CUDA wheels bring it) or nvcc")
@@ -75,7 +76,9 @@ def _nvrtc(library: ctypes.CDLL) -> Compiler:
             encoded = [argument.encode() for argument in arguments]
             array = (ctypes.c_char_p * len(encoded))(*encoded)
             if library.nvrtcCompileProgram(program, len(encoded), array):
-                raise CompileError(_errors(_nvrtc_text(library, program, "ProgramLog").decode(errors="replace"), source))
+                raise CompileError(
+                    _errors(_nvrtc_text(library, program, "ProgramLog").decode(errors="replace"), source)
+                )
             return _nvrtc_text(library, program, "CUBIN")
         finally:
             library.nvrtcDestroyProgram(ctypes.byref(program))

@@ -50,9 +50,7 @@ def launch(
     parameters: ctypes.Array[ctypes.c_void_p],
 ) -> None:
     """Put one launch on `stream` (a CUstream handle). `parameters` point to the arguments, which are copied now."""
-    status = _library().cuLaunchKernel(
-        function, *grid, *block, shared_bytes, ctypes.c_void_p(stream), parameters, None
-    )
+    status = _library().cuLaunchKernel(function, *grid, *block, shared_bytes, ctypes.c_void_p(stream), parameters, None)
     if status:
         call("cuGetErrorName", status, ctypes.byref(text := ctypes.c_char_p()))
         raise DriverError(f"cuLaunchKernel: {text.value.decode() if text.value else status}")

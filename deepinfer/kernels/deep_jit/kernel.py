@@ -1,4 +1,4 @@
-"""A CUDA kernel specialised by macros: compiled and loaded on the first launch, launched on PyTorch's current stream."""
+"""A CUDA kernel specialised by macros: compiled and loaded on first use, launched on PyTorch's current stream."""
 
 from __future__ import annotations
 

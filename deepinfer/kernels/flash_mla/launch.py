@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_jit import Build, Kernel
+from deepinfer.kernels.deep_jit import Kernel
+from deepinfer.kernels.flash_mla.variants import Variant
 from deepinfer.kernels.reference.cache_rows import RowFormat
 
 HEAD_DIM = 512
 ROPE_PAIRS = 32
 BLOCK_HEADS = 64
 THREADS = 384
-ROW_FORMATS = {None: 0, "bf16": 1, RowFormat.FP8: 2, RowFormat.NVFP4: 3}
-SOURCE = Path(__file__).parent / "attention.cu"
 
 
 class _Query(ctypes.Structure):
@@ -51,43 +48,6 @@ class _Params(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("tokens", ctypes.c_int),
     ]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What the kernel is specialised to. Formats are keys of ROW_FORMATS; a page of 0 rows means one page."""
-
-    heads: int
-    window_format: RowFormat | str
-    window_page: int
-    latent_format: RowFormat | str | None
-    latent_page: int
-    split: int = 1
-    q_norm: bool = False
-    rope: bool = False
-    fp8: bool = False
-
-    def build(self) -> Build:
-        """What to compile."""
-        formats = (ROW_FORMATS[self.window_format], ROW_FORMATS[self.latent_format])
-        packed = max(formats) > 1
-        return Build(
-            "sparse_attention",
-            SOURCE,
-            {
-                "HEADS": self.heads,
-                "WINDOW_FORMAT": formats[0],
-                "WINDOW_PAGE": self.window_page,
-                "LATENT_FORMAT": formats[1],
-                "LATENT_PAGE": self.latent_page,
-                "SPLIT": self.split,
-                "Q_NORM": int(self.q_norm),
-                "ROPE": int(self.rope),
-                "OUT_FP8": int(self.fp8),
-                "CONSUMER_REGISTERS": 208 if packed else 216,
-                "PRODUCER_REGISTERS": 96 if packed else 72,
-            },
-        )
 
 
 @cache
@@ -146,14 +106,22 @@ def launch(
     q_norm: bool = False,
     split: int | None = None,
 ) -> None:
-    """Run the kernel on checked arguments (see `sparse_attention.py`); out [N, H, 512] BF16 or E4M3."""
+    """Run the kernel on checked arguments (see attention.py); out [N, H, 512] BF16 or E4M3."""
     tokens, heads, _ = q.shape
     window_page, window = _source(window_cache, window_slots)
     latent_page, latent = _source(latent_cache, latent_slots)
     processors = _processors(q.device.index)
     split = split or choose_split(tokens, heads, processors)
     variant = Variant(
-        heads, formats[0], window_page, formats[1], latent_page, split, q_norm, angles is not None, out_scales is not None
+        heads,
+        formats[0],
+        window_page,
+        formats[1],
+        latent_page,
+        split,
+        q_norm,
+        angles is not None,
+        out_scales is not None,
     )
     params = _Params(
         _Query(q.data_ptr(), q.stride(0) * 2, q.stride(1) * 2),

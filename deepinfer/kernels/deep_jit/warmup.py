@@ -1,0 +1,45 @@
+"""Compiling kernels ahead of time: no request waits for a compiler, a machine without a GPU can check them all."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from deepinfer.kernels.deep_jit.compilers import CompileError
+from deepinfer.kernels.deep_jit.kernel import Build
+
+# Modules with a function builds() -> list[Build]: what the engine launches at V4.1-Flash's shapes.
+MODULES = ("deepinfer.kernels.flash_mla.variants",)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One finished build: seconds it took (near 0 from the cache), and the compiler's log if it failed."""
+
+    build: Build
+    seconds: float
+    error: str | None
+
+
+def all_builds(modules: Sequence[str] = MODULES) -> list[Build]:
+    """Every build of the repository, in a stable order."""
+    return [build for module in modules for build in importlib.import_module(module).builds()]
+
+
+def compile_all(builds: Sequence[Build], workers: int) -> Iterator[Compiled]:
+    """Compile side by side, in `workers` threads; yields each as it finishes, failures too."""
+
+    def compile_one(build: Build) -> Compiled:
+        start = time.perf_counter()
+        try:
+            build.cubin()
+        except CompileError as error:
+            return Compiled(build, time.perf_counter() - start, str(error))
+        return Compiled(build, time.perf_counter() - start, None)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for future in as_completed([pool.submit(compile_one, build) for build in builds]):
+            yield future.result()
