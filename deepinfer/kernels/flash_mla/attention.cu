@@ -35,8 +35,8 @@
 struct Params {
     Query query;
     RowSource window, latent;
-    const float* sink;    // [HEADS]
-    const float* angles;  // [tokens, 64]: cos then sin of 32 pairs; only with ROPE
+    const float* sink;  // [HEADS]
+    Angles angles;
     Output out;
     float scale;
     int tokens;
@@ -392,8 +392,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
         named_sync(SUMS_READY, 256);
 #pragma unroll
         for (int i = 0; i < 2; i++) total[i] = sums[row + 8 * i] + sums[64 + row + 8 * i];
-        const float* angles = ROPE ? p.angles + (long long)token * 64 : (const float*)0;
-        write_output<GROUP_ID>(o, softmax.maximum, total, p.out, (long long)token * HEADS + head, angles, shared, rank);
+        write_output<GROUP_ID>(o, softmax.maximum, total, p.out, token, head, p.angles, shared, rank);
     }
 }
 

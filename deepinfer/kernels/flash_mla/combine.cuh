@@ -29,10 +29,10 @@ DEVICE void store_peer(u32 address, float a) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
 
-// Columns of this warpgroup from register FIRST on; `row_0` is the output row of the block's first head.
+// Columns of this warpgroup from register FIRST on.
 template <int GROUP_ID, int FIRST, int COUNT>
-DEVICE void store_columns(const float (&o)[128], const float (&inverse)[2], const Output& out, long long row_0,
-                          const float* angles) {
+DEVICE void store_columns(const float (&o)[128], const float (&inverse)[2], const Output& out, int token,
+                          int head, const Angles& angles) {
     const int thread = threadIdx.x % 128, lane = thread % 32, c = lane % 4, row = thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int group = FIRST / 16; group < (FIRST + COUNT) / 16; group++) {  // 32 columns
@@ -42,16 +42,15 @@ DEVICE void store_columns(const float (&o)[128], const float (&inverse)[2], cons
             float v[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) v[j] = o[16 * group + 4 * (j / 2) + 2 * i + j % 2] * inverse[i];
-            const bool rotated = ROPE && column >= 448;
-            store_group<OUT_FP8>(v, out, row_0 + row + 8 * i, column, c, rotated ? angles : (const float*)0,
-                                 (column - 448) / 2);
+            const int pair = ROPE ? (column - 448) / 2 : -1;  // the last 64 columns are rotated
+            store_group<OUT_FP8>(v, out, (long long)token * HEADS + head + row + 8 * i, column, c, angles, token, pair);
         }
     }
 }
 
 template <int GROUP_ID, int INDEX>
 DEVICE void exchange_slice(float (&o)[128], const float (&factor)[SPLIT][2], const float (&inverse)[2], const Output& out,
-                           long long row_0, const float* angles, u8* shared, int rank, bool receive) {
+                           int token, int head, const Angles& angles, u8* shared, int rank, bool receive) {
     const int owner = GROUP_ID * SLICES_A_GROUP + INDEX, thread = threadIdx.x % 128;
     constexpr int FIRST = INDEX * SLICE_REGISTERS;
     if (!receive && rank != owner) {
@@ -77,18 +76,18 @@ DEVICE void exchange_slice(float (&o)[128], const float (&factor)[SPLIT][2], con
                 o[FIRST + i + 3] += four.w * factor[peer][1];
             }
         }
-        store_columns<GROUP_ID, FIRST, SLICE_REGISTERS>(o, inverse, out, row_0, angles);
+        store_columns<GROUP_ID, FIRST, SLICE_REGISTERS>(o, inverse, out, token, head, angles);
     }
 }
 
 template <int GROUP_ID>
 DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float (&total)[2], const Output& out,
-                         long long row_0, const float* angles, u8* shared, int rank) {
+                         int token, int head, const Angles& angles, u8* shared, int rank) {
     float inverse[2];
 #if SPLIT == 1
 #pragma unroll
     for (int i = 0; i < 2; i++) inverse[i] = total[i] > 0 ? KEY_SCALE / total[i] : total[i];  // 0 keeps 0, NaN keeps NaN
-    store_columns<GROUP_ID, 0, 128>(o, inverse, out, row_0, angles);
+    store_columns<GROUP_ID, 0, 128>(o, inverse, out, token, head, angles);
 #else
     const int thread = threadIdx.x % 128, lane = thread % 32, c = lane % 4, row = thread / 32 * 16 + lane / 4;
     float factor[SPLIT][2] = {};
@@ -105,9 +104,9 @@ DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float
             }
         }
     }
-    exchange_slice<GROUP_ID, 0>(o, factor, inverse, out, row_0, angles, shared, rank, false);
+    exchange_slice<GROUP_ID, 0>(o, factor, inverse, out, token, head, angles, shared, rank, false);
     if (SLICES_A_GROUP == 2)
-        exchange_slice<GROUP_ID, SLICES_A_GROUP - 1>(o, factor, inverse, out, row_0, angles, shared, rank, false);
+        exchange_slice<GROUP_ID, SLICES_A_GROUP - 1>(o, factor, inverse, out, token, head, angles, shared, rank, false);
     cluster_arrive();
     cluster_wait();
     const float* states = (const float*)(shared + PEER_STATES);
@@ -123,8 +122,8 @@ DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float
         }
         inverse[i] = sum > 0 ? KEY_SCALE / sum : sum;
     }
-    exchange_slice<GROUP_ID, 0>(o, factor, inverse, out, row_0, angles, shared, rank, true);
+    exchange_slice<GROUP_ID, 0>(o, factor, inverse, out, token, head, angles, shared, rank, true);
     if (SLICES_A_GROUP == 2)
-        exchange_slice<GROUP_ID, SLICES_A_GROUP - 1>(o, factor, inverse, out, row_0, angles, shared, rank, true);
+        exchange_slice<GROUP_ID, SLICES_A_GROUP - 1>(o, factor, inverse, out, token, head, angles, shared, rank, true);
 #endif
 }

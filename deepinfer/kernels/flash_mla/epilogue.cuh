@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper.cuh"
+#include "query.cuh"
 
 struct Output {
     u8* values;  // BF16 [tokens, heads, 512], or E4M3 of the same shape
@@ -26,13 +27,15 @@ DEVICE void transpose_quad(u32 (&w)[4], int c) {
 }
 
 // Eight values of a group of 32 columns: v[2 j + e] is column 8 j + 2 c + e, the quad's lanes hold c = 0..3.
-// `angles` is cos and sin of the row's token (32 pairs each) or null; the group starts `pair` pairs into them.
+// A pair >= 0 asks for rotation by the conjugate: the group starts there among the 32 pairs of `token`.
 template <bool FP8>
-DEVICE void store_group(float (&v)[8], const Output& out, long long row, int column, int c, const float* angles, int pair) {
-    if (angles) {
+DEVICE void store_group(float (&v)[8], const Output& out, long long row, int column, int c, const Angles& angles,
+                        int token, int pair) {
+    if (pair >= 0) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            float cos = __ldg(angles + pair + 4 * j + c), sin = __ldg(angles + 32 + pair + 4 * j + c);
+            int at = token * 32 + pair + 4 * j + c;
+            float cos = __ldg(angles.cos + at), sin = __ldg(angles.sin + at);
             float even = v[2 * j], odd = v[2 * j + 1];
             v[2 * j] = even * cos + odd * sin;
             v[2 * j + 1] = odd * cos - even * sin;

@@ -12,8 +12,13 @@ struct Query {
     long long token_stride, head_stride;  // bytes
 };
 
+// Of each token's position: cosines and sines of 32 pairs, FP32 [tokens, 32]; used with ROPE.
+struct Angles {
+    const float *cos, *sin;
+};
+
 // Sub-tiles of [64 heads x 64 values], swizzled like the keys; 8 threads a row, 16 rows at once.
-DEVICE void load_query(const Query& query, const float* angles, int token, int head, u32 target, u32 ready) {
+DEVICE void load_query(const Query& query, const Angles& angles, int token, int head, u32 target, u32 ready) {
     int thread = threadIdx.x % 128, lane = thread % 8, row = thread / 8;
     const u8* source = query.base + token * query.token_stride + (head + row) * query.head_stride + lane * 16;
     target += row * 128 + ((lane ^ row % 8) << 4);
@@ -29,8 +34,8 @@ DEVICE void load_query(const Query& query, const float* angles, int token, int h
     float cos[4], sin[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        cos[i] = __ldg(angles + token * 64 + 4 * lane + i);
-        sin[i] = __ldg(angles + token * 64 + 32 + 4 * lane + i);
+        cos[i] = __ldg(angles.cos + token * 32 + 4 * lane + i);
+        sin[i] = __ldg(angles.sin + token * 32 + 4 * lane + i);
     }
 #pragma unroll 1
     for (int i = 0; i < 4; i++) {
