@@ -56,6 +56,7 @@ class DeepseekV4:
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.default_cache_dtype = self.dtype
         self.yoco_window: tuple[int, int] | None = None
+        self.chosen_experts: list[Tensor] = []
         self.mark: Callable[[str], None] | None = None  # called with the name of the part that has just ended
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.head = weights.pop("head.weight").to(self.wide)

@@ -71,6 +71,7 @@ class DeepseekV41:
         self.yoco_window: tuple[int, int] | None = (config.sliding_window, config.max_backtracking_tokens)
         self.quantize_activations = quantize_activations
         self.mark: Callable[[str], None] | None = None  # called with the name of the part that has just ended
+        self.chosen_experts: list[Tensor] = []  # int32 [N, k] of every layer that the latest step ran
         self.embed = weights.pop("embed.weight")
         self.norm = weights.pop("norm.weight")
         self.dtype, self.device = self.embed.dtype, self.embed.device
@@ -128,6 +129,8 @@ class DeepseekV41:
         lazy = HCLazyPostData(e.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous())
         p_prev = torch.zeros(e.shape[0], config.hc_mult, dtype=self.wide, device=self.device)
         p_prev[:, 0] = 1.0
+        chosen: list[Tensor] = []
+        self.chosen_experts = chosen
         for layer in self.layers:
             if layer.engram is not None and ngrams is not None:
                 lazy = HCLazyPostData(
@@ -147,7 +150,9 @@ class DeepseekV41:
             self._mark("attention")
             x, p_prev, lazy = hc_enter(lazy.with_output(y), pre, layer.ffn_hc, config)
             self._mark("rest")
-            lazy = lazy.with_output(layer.ffn.forward(x, step.inputs.token_ids, config, self.quantize_activations))
+            lazy = lazy.with_output(
+                layer.ffn.forward(x, step.inputs.token_ids, config, self.quantize_activations, chosen)
+            )
             self._mark("moe")
         rows = step.inputs.logits_rows
         return self._logits(lazy.rows(rows), p_prev[rows])

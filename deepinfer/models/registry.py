@@ -21,11 +21,13 @@ from deepinfer.models.inputs import ModelInputs
 class Model(Protocol):
     """What the engine needs of a model; it passes the caches on without looking inside."""
 
+    config: Any
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     default_cache_dtype: torch.dtype
     yoco_window: tuple[int, int] | None  # (sliding window, backtracking tokens); None: no YoCo truncation
+    chosen_experts: list[Tensor]  # int32 [N, k] of every layer in the latest step; empty: not kept
     mark: Callable[[str], None] | None  # forward calls it with the part that has just ended: attention, moe or rest
 
     def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:

@@ -48,8 +48,18 @@ class MoE:
     shared_w13: Tensor  # [2I, D]
     shared_w2: Tensor  # [D, I]
 
-    def forward(self, y: Tensor, token_ids: Tensor, config: ModelConfig, quantize_activations: bool) -> Tensor:
-        """y [N, D], token_ids int64 [N] -> [N, D]; routed sum and shared expert meet in at least float32."""
+    def forward(
+        self,
+        y: Tensor,
+        token_ids: Tensor,
+        config: ModelConfig,
+        quantize_activations: bool,
+        chosen_experts: list[Tensor] | None = None,
+    ) -> Tensor:
+        """y [N, D], token_ids int64 [N] -> [N, D]; routed sum and shared expert meet in at least float32.
+
+        The chosen experts, int32 [N, k], are appended to `chosen_experts`.
+        """
         wide = torch.promote_types(y.dtype, torch.float32)
         logits = ops.linear(y.to(wide), self.gate)
         bias = self.gate_bias
@@ -58,6 +68,8 @@ class MoE:
         chosen, gates = ops.moe_gate(
             logits, bias, config.num_experts_per_tok, config.norm_topk_prob, config.routed_scaling_factor
         )
+        if chosen_experts is not None:
+            chosen_experts.append(chosen)
         routed = self.experts.forward(y, chosen, gates, config.swiglu_limit, quantize_activations)
         z = ops.swiglu(quantized_linear(y, self.shared_w13, quantize_activations), config.swiglu_limit)
         shared = quantized_linear(z, self.shared_w2, quantize_activations)
