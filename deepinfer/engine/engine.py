@@ -24,10 +24,13 @@ from torch import Tensor
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
+from deepinfer.engine.chunking import image_spans
+from deepinfer.engine.deadlines import Deadlines
 from deepinfer.engine.model_inputs import build_model_inputs, decoder_start, to_device
 from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
+from deepinfer.engine.swap import CacheRows, HostSwap
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.observability.observer import Observer
 from deepinfer.observability.stats import StepStats
@@ -44,7 +47,7 @@ class Runner(Protocol):
 
     `num_blocks` counts the null block. The state of a sequence is reset when a step starts it at position 0.
     For statistics a runner may also have `flops`, a FlopsEstimator, and `expert_counts`, int [layers, experts]: the
-    tokens of each expert in the latest step.
+    tokens of each expert in the latest step. A runner for prompts with images has `image_token_id`.
     """
 
     vocab_size: int
@@ -53,6 +56,10 @@ class Runner(Protocol):
 
     def run(self, inputs: ModelInputs) -> Tensor:
         """Logits float32 [R, vocab_size] of inputs.logits_rows."""
+        ...
+
+    def cache_rows(self) -> CacheRows:
+        """The caches, for preemption_mode "swap" and for handing sequences over."""
         ...
 
 
@@ -65,6 +72,7 @@ class LaunchedStep:
     token_slots: Tensor
     logits: Tensor
     starts: np.ndarray  # int64 [S], tokens of each sequence that were in the cache before
+    launch_time: tuple[float, float]  # before and after the launch of the model, seconds
     sampled: LaunchedSample | None = None  # once sampling is launched
 
 
@@ -86,7 +94,10 @@ class Engine:
         self.max_model_len = min(longest, cache_tokens)
         if cache_tokens < longest:
             logger.warning("max_model_len is cut from %d to %d tokens, which the cache holds", longest, cache_tokens)
-        self.scheduler = Scheduler(config, runner.num_blocks)
+        swap = None
+        if config.preemption_mode == "swap":
+            swap = HostSwap(runner.cache_rows(), config.block_size, config.swap_memory_bytes)
+        self.scheduler = Scheduler(config, runner.num_blocks, swap)
         self.requests: dict[str, Request] = {}
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -96,8 +107,11 @@ class Engine:
         self._latest_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=config.device)
         self.outputs = NewOutputs()  # an owner that is done with outputs a step later may set a RequestOutputPool
         self._num_arrived = 0
+        self._deadlines = Deadlines()
+        self._last_read = 0.0  # when the tokens of the latest step were read
         self._seeds = np.random.default_rng(config.seed)
-        self.observer = Observer(config.device, getattr(runner, "flops", None))
+        gc_factor = 10 if config.kind == "completion" else 1  # nobody waits for a single token there
+        self.observer = Observer(config.device, getattr(runner, "flops", None), gc_factor)
         self._observing = True
         self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")
 
@@ -111,11 +125,13 @@ class Engine:
         """Queue a request. Raises ValueError naming the field if it is invalid or its id is in use."""
         params = sampling_params or SamplingParams()
         self.validate(prompt_token_ids, params)
-        if request_id in self.requests:
-            raise ValueError(f"request_id {request_id!r} is already in use")
+        self._check_new(request_id)
+        if self.config.kind == "decode":
+            raise ValueError("kind must not be decode: such an engine goes on with the sequences of a prefill engine")
         seed = int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed
         metrics = RequestMetrics(arrival_time=time.monotonic())
         request = Request(request_id, list(prompt_token_ids), metrics)
+        spans = image_spans(request.prompt_token_ids, getattr(self.runner, "image_token_id", -1))
         for index in range(params.n):
             seq = Sequence(
                 request_id,
@@ -126,13 +142,55 @@ class Engine:
                 completion_seed(seed, index),
                 metrics,
                 self.max_model_len,
+                spans,
             )
             self._num_arrived += 1
             request.sequences.append(seq)
             self.scheduler.add(seq)
+        self._register(request, params)
+
+    def _check_new(self, request_id: str) -> None:
+        if request_id in self.requests:
+            raise ValueError(f"request_id {request_id!r} is already in use")
+
+    def _register(self, request: Request, params: SamplingParams) -> None:
         if not self.requests:
             self._observe(self.observer.work_began)
-        self.requests[request_id] = request
+        self.requests[request.request_id] = request
+        if params.deadline_seconds is not None:
+            self._deadlines.add(request.request_id, request.metrics.arrival_time + params.deadline_seconds)
+
+    def take_prefilled(self) -> list[Sequence]:
+        """Sequences of a prefill engine that have their first token: this engine is done with them.
+
+        Their blocks and slots stay theirs until `scheduler.release_taken`, for the caller to copy (swap.copy_sequence).
+        """
+        taken = self.scheduler.take_prefilled()
+        for seq in taken:
+            request = self.requests[seq.request_id]
+            request.sequences.remove(seq)
+            if request.finished:
+                self._forget(seq.request_id, time.monotonic())
+        return taken
+
+    def add_prefilled(self, request_id: str, taken: Sequence) -> Sequence | None:
+        """Go on with a sequence that another engine has prefilled, as a request of its own.
+
+        Returns it as it is here: before the next step the caller fills its blocks and its slot with the cache of
+        `taken`. None if there is no room for it now. Raises ValueError if the id is in use.
+        """
+        self._check_new(request_id)
+        prompt = taken.token_ids[: taken.num_prompt_tokens]
+        seq = Sequence(
+            request_id, taken.index, self._num_arrived, prompt, taken.params, taken.seed, taken.metrics,
+            self.max_model_len, taken.image_spans,
+        )  # fmt: skip
+        seq.token_ids = taken.token_ids[:]
+        if not self.scheduler.add_prefilled(seq):
+            return None
+        self._num_arrived += 1
+        self._register(Request(request_id, prompt.tolist(), taken.metrics, [seq]), taken.params)
+        return seq
 
     def abort_request(self, request_id: str, index: int | None = None) -> RequestOutput | None:
         """Stop a request, or only its completion `index`, at once and free what it holds.
@@ -169,7 +227,9 @@ class Engine:
         """
         self.before_step()
         self.outputs.next_round()
-        launched, outputs = self._launch_forward()
+        outputs = self._end_expired()
+        launched, failed = self._launch_forward()
+        outputs += failed
         outputs += self._finish(self._in_flight)
         self._in_flight, failed = self._launch_sampling(launched)
         outputs += failed
@@ -180,6 +240,15 @@ class Engine:
         if self._check_integrity:
             self.scheduler.check_integrity()
         return _merged(outputs)
+
+    def _end_expired(self) -> list[RequestOutput]:
+        """Requests past their deadline end with what they have, like aborted ones."""
+        outputs = []
+        for request_id in self._deadlines.expired(time.monotonic()):
+            request = self.requests[request_id]
+            late = [s for s in request.sequences if s.finish_reason is None]
+            outputs.append(self._close(request, late, "abort", stop_reason="deadline"))
+        return outputs
 
     def _launch_forward(self) -> tuple[LaunchedStep | None, list[RequestOutput]]:
         """Schedule the next step and start the model on it. None if there is nothing to do before tokens are read."""
@@ -193,6 +262,7 @@ class Engine:
         try:
             with scope("inputs"):
                 inputs = build_model_inputs(batch, self.config, self._latest_tokens)
+            start = time.monotonic()
             with scope("forward"):
                 logits = self.runner.run(inputs)
         except Exception as error:
@@ -204,7 +274,7 @@ class Engine:
             token_slots = to_device(np.array([s.state_slot for s in sequences], np.int32), self.config.device)
         starts = np.array([seq.num_computed for seq in batch.sequences])
         self.scheduler.advance(batch)
-        return LaunchedStep(batch, sequences, token_slots, logits, starts), []
+        return LaunchedStep(batch, sequences, token_slots, logits, starts, (start, time.monotonic())), []
 
     def _launch_sampling(self, step: LaunchedStep | None) -> tuple[LaunchedStep | None, list[RequestOutput]]:
         """Start drawing the step's tokens. Sequences that ended meanwhile keep their rows, which are never read."""
@@ -228,11 +298,22 @@ class Engine:
                 sampled = step.sampled.read()
         except Exception as error:
             return self._failed_step(step.batch.sequences, error)
+        self._learn_cost(step)
         with scope("postprocess"):
             outputs = self._postprocess(step.sequences, sampled)
         with scope("observe"):
             self._observe(lambda: self.observer.after_step(self._step_stats(step)))
         return outputs
+
+    def _learn_cost(self, step: LaunchedStep) -> None:
+        """Tell the scheduler how long a prefill step took, if it plans with that. Call when its tokens are read."""
+        last_read, self._last_read = self._last_read, time.monotonic()
+        if not step.batch.is_prefill or self.config.prefill_step_ms is None:
+            return
+        start, end = step.launch_time
+        if self.config.device != "cpu":  # it began when the step in front of it ended; on a CPU the launch is the step
+            start, end = max(start, last_read), self._last_read
+        self.scheduler.prefill_cost.observe(step.starts.tolist(), step.batch.num_tokens, 1e3 * (end - start))
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -267,6 +348,7 @@ class Engine:
     def _forget(self, request_id: str, now: float) -> None:
         """The request is finished."""
         self.requests.pop(request_id).metrics.finished_time = now
+        self._deadlines.remove(request_id)
         if not self.requests:
             self._observe(self.observer.work_ended)
 
@@ -322,13 +404,18 @@ class Engine:
         ]
 
     def _close(
-        self, request: Request, sequences: list[Sequence], reason: FinishReason, error: str | None = None
+        self,
+        request: Request,
+        sequences: list[Sequence],
+        reason: FinishReason,
+        error: str | None = None,
+        stop_reason: str | None = None,
     ) -> RequestOutput:
         """Finish these unfinished sequences of a request now."""
         for seq in sequences:
             seq.finish_reason = reason
         self.scheduler.remove(sequences)
-        outputs = [CompletionOutput(seq.index, finish_reason=reason) for seq in sequences]
+        outputs = [CompletionOutput(seq.index, finish_reason=reason, stop_reason=stop_reason) for seq in sequences]
         if request.finished:
             self._forget(request.request_id, time.monotonic())
         return RequestOutput(

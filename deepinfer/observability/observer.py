@@ -21,15 +21,16 @@ class Observer:
     Args:
         device: torch device of the model, for its peak FLOP/s.
         flops: counts FLOPs of steps; None where the model has no estimator.
+        gc_factor: multiplies DEEPINFER_GC_INTERVAL_STEP.
 
     Raises ValueError if the profiler's address is taken.
     """
 
-    def __init__(self, device: str, flops: FlopsEstimator | None = None) -> None:
+    def __init__(self, device: str, flops: FlopsEstimator | None = None, gc_factor: int = 1) -> None:
         self.timer = CPUTimer(envs.get("DEEPINFER_TIMERS"))
         self.flops = flops
         self.stats = StatsLogger(envs.get("DEEPINFER_STATS_INTERVAL"), peak_flops=lambda: _peak_of(device))
-        self.collector = CollectorHold(envs.get("DEEPINFER_GC_INTERVAL_STEP"))
+        self.collector = CollectorHold(gc_factor * envs.get("DEEPINFER_GC_INTERVAL_STEP"))
         self.capture = TraceCapture(envs.get("DEEPINFER_PROFILER_DIR"), self.timer)
         port = envs.get("DEEPINFER_PROFILER_PORT")
         self.profiler = None

@@ -7,6 +7,7 @@ so a wrong block, slot, position or reset changes the tokens.
 import numpy as np
 import torch
 
+from deepinfer.engine.swap import CacheRows, as_bytes
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.params import SamplingParams
 
@@ -46,6 +47,10 @@ class ToyRunner:
         self.state = np.full(num_slots + 1, -1)
         self.steps: list[tuple[bool, int]] = []
         self.poison: int | None = None  # a step that sees this token fails
+
+    def cache_rows(self) -> CacheRows:
+        blocks, slots = torch.from_numpy(self.cache), torch.from_numpy(self.state)
+        return CacheRows(as_bytes([blocks.view(self.num_blocks, -1)]), as_bytes([slots.view(-1, 1)]))
 
     def run(self, inputs: ModelInputs) -> torch.Tensor:
         check_contract(inputs)
