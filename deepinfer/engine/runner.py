@@ -14,6 +14,7 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.config.reading import read_model_config
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.memory import check_caches_fit
+from deepinfer.engine.swap import CacheRows
 from deepinfer.models.caches import CACHE_DTYPES
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.inputs import ModelInputs
@@ -70,6 +71,7 @@ class ModelRunner:
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_position_embeddings
         self.eos_token_ids = model.eos_token_ids
+        self.image_token_id: int = getattr(model.config, "image_token_id", -1)
         automatic = config.kv_cache_dtype == "auto"
         cache_dtype = model.default_cache_dtype if automatic else CACHE_DTYPES[config.kv_cache_dtype]
         check_max_model_len(config, self.max_model_len)
@@ -129,6 +131,10 @@ class ModelRunner:
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Logits float32 [R, vocab_size] of inputs.logits_rows, eagerly."""
         return self.model.forward(inputs, self.caches).float()
+
+    def cache_rows(self) -> CacheRows:
+        """The caches as rows of bytes."""
+        return CacheRows.of(self.caches)
 
     def run(self, inputs: ModelInputs) -> Tensor:
         """The same, through a graph where there is one for the step."""
