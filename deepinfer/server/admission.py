@@ -90,5 +90,5 @@ class Admission:
         self._allowances[owner] = (left - 1, now)
 
     def _refusal(self, reason: str, message: str, wait: float) -> ApiError:
-        self._metrics.rejected.labels(self._metrics.model_name, reason).inc()
+        self._metrics.reject(reason)
         return ApiError(message, 429, code=reason, retry_after=math.ceil(wait))

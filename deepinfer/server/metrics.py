@@ -1,17 +1,31 @@
-"""Prometheus metrics under the names that vLLM users know, with the prefix `deepinfer:`."""
+"""Prometheus metrics: vLLM's names, types and labels with the prefix `deepinfer:`; see also metric_names.py."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from deepinfer.engine.client import RemoteStatistics
-from deepinfer.observability.stats import StatsLogger
+from deepinfer.observability.stats import STEP_BOUNDS, STEP_TOKENS, StatsLogger, step_bucket
 from deepinfer.outputs import RequestMetrics
+from deepinfer.server.metric_names import ManyNames
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+# vLLM's buckets.  Gaps between tokens start lower than there: a small model needs a millisecond.
+_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+_GAPS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_LATENCIES = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
 # Totals of the engine's statistics -> counter.
@@ -31,8 +45,11 @@ _ENGINE_GAUGES = {
 }
 
 
+_LABELS = ("model_name", "engine")
+
+
 class Metrics:
-    """One registry a server; every metric carries the label `model_name`."""
+    """One registry a server; every metric carries the labels `model_name` and `engine`, which is always "0"."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -43,30 +60,48 @@ class Metrics:
         self.preemptions = self._counter("num_preemptions", "Times a running request was put back to wait.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.requests = self._counter("num_requests", "Sequences ended.")
+        self.aborted = self._counter("num_aborted_requests", "Sequences ended by an abort or a lost client.")
         self.success = Counter(
-            "deepinfer:request_success", "Requests ended, by reason.", ("model_name", "finished_reason"),
+            "deepinfer:request_success", "Sequences ended, by reason.", (*_LABELS, "finished_reason"),
             registry=self.registry,
         )  # fmt: skip
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Gap between streamed outputs, divided by their tokens.", _SECONDS
+            "inter_token_latency_seconds", "Gap between streamed outputs, divided by their tokens.", _GAPS
         )
-        self.end_to_end = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
-        self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to first scheduling.", _SECONDS)
-        self.prefill_time = self._histogram("request_prefill_time_seconds", "Scheduling to first token.", _SECONDS)
-        self.decode_time = self._histogram("request_decode_time_seconds", "First to last token.", _SECONDS)
+        self.time_per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean gap between the tokens of a sequence.", _GAPS
+        )
+        self.end_to_end = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LATENCIES)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to first scheduling.", _LATENCIES)
+        self.inference_time = self._histogram(
+            "request_inference_time_seconds", "First scheduling to last token.", _LATENCIES
+        )
+        self.prefill_time = self._histogram("request_prefill_time_seconds", "Scheduling to first token.", _LATENCIES)
+        self.decode_time = self._histogram("request_decode_time_seconds", "First to last token.", _LATENCIES)
         self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
         self.request_generation_tokens = self._histogram(
             "request_generation_tokens", "Generated tokens a request.", _TOKENS
         )
+        self.longest_generation = self._histogram(
+            "request_max_num_generation_tokens", "Generated tokens of the longest of the n answers.", _TOKENS
+        )
         self.params_n = self._histogram("request_params_n", "Value of n.", (1, 2, 5, 10, 20, 50, 100))
         self.params_max_tokens = self._histogram("request_params_max_tokens", "Value of max_tokens.", _TOKENS)
+        self.cache_tokens = self._gauge("kv_cache_num_tokens", "Tokens that the KV cache blocks can hold.")
+        self.used_tokens = self._gauge("kv_cache_used_tokens", "Tokens that the used KV cache blocks can hold.")
+        self.steps = StepHistogram({"model_name": model_name, "engine": "0"})
+        self.registry.register(self.steps)
         self.http_requests = Counter(
             "http_requests", "HTTP requests answered.", ("handler", "method", "status"), registry=self.registry
         )
-
+        self.http_seconds = Histogram(
+            "http_request_duration_seconds", "Arrival to the last byte of the answer.", ("handler", "method"),
+            registry=self.registry, buckets=_LATENCIES,
+        )  # fmt: skip
         self.rejected = Counter(
-            "deepinfer:requests_rejected", "Requests answered 429, by reason.", ("model_name", "reason"),
+            "deepinfer:requests_rejected", "Requests answered 429, by reason.", (*_LABELS, "reason"),
             registry=self.registry,
         )  # fmt: skip
         self.engine_restarts = self._gauge("engine_restarts", "Times the engine process died and was started again.")
@@ -92,16 +127,36 @@ class Metrics:
                 self._engine_counters[name] = self._counter(*described)
             self._engine_counters[name].inc(total - self._engine_totals.get(name, 0.0))
             self._engine_totals[name] = total
+        self.steps.totals = statistics.totals
+
+    def set_cache(self, block_size: int, num_blocks: int, cache_dtype: str) -> None:
+        """`cache_config_info`, as vLLM has it: a 1 whose labels are the settings."""
+        self.block_size = block_size
+        self.cache_tokens.set(block_size * num_blocks)
+        names = (*_LABELS, "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
+        info = Gauge("deepinfer:cache_config_info", "Settings of the KV cache.", names, registry=self.registry)
+        info.labels(self.model_name, "0", str(block_size), str(num_blocks), cache_dtype, "False").set(1)
+
+    def end(self, reason: str) -> None:
+        """Count a sequence that ended for this reason."""
+        self.success.labels(self.model_name, "0", reason).inc()
+        self.requests.inc()
+        if reason == "abort":
+            self.aborted.inc()
+
+    def reject(self, reason: str) -> None:
+        """Count a request that is answered 429."""
+        self.rejected.labels(self.model_name, "0", reason).inc()
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"deepinfer:{name}", text, ("model_name",), registry=self.registry).labels(self.model_name)
+        return Gauge(f"deepinfer:{name}", text, _LABELS, registry=self.registry).labels(self.model_name, "0")
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"deepinfer:{name}", text, ("model_name",), registry=self.registry).labels(self.model_name)
+        return Counter(f"deepinfer:{name}", text, _LABELS, registry=self.registry).labels(self.model_name, "0")
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(f"deepinfer:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
-        return metric.labels(self.model_name)
+        metric = Histogram(f"deepinfer:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
+        return metric.labels(self.model_name, "0")
 
     def admit(self, prompt_tokens: int, n: int, max_tokens: int | None) -> None:
         """Count one prompt that passed all checks."""
@@ -112,7 +167,40 @@ class Metrics:
             self.params_max_tokens.observe(max_tokens)
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(ManyNames(self.registry))
+
+
+class StepHistogram(Collector):
+    """Tokens of each step, a histogram that the engine counts.  `totals` are those of its statistics."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self.totals: dict[str, float] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        buckets, count = [], 0.0
+        for bound in STEP_BOUNDS:
+            count += self.totals.get(step_bucket(bound), 0.0)
+            buckets.append((floatToGoString(bound), count))
+        text = "Tokens of a step: of prompts, and generated."
+        family = HistogramMetricFamily("deepinfer:iteration_tokens_total", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets, self.totals.get(STEP_TOKENS, 0.0))
+        yield family
+
+
+@dataclass
+class Longest:
+    """Of the n answers of one prompt: how many have not ended, and the most tokens that one had."""
+
+    metrics: Metrics
+    running: int
+    tokens: int = 0
+
+    def end(self, tokens: int) -> None:
+        self.running -= 1
+        self.tokens = max(self.tokens, tokens)
+        if self.running == 0:
+            self.metrics.longest_generation.observe(self.tokens)
 
 
 @dataclass
@@ -120,6 +208,7 @@ class SequenceClock:
     """Observes one generated sequence: call `tokens` for every streamed output and `end` once."""
 
     metrics: Metrics
+    longest: Longest
     arrival: float = field(default_factory=time.monotonic)  # before tokenising, so that TTFT is what the client waits
     first: float | None = None
     last: float = 0.0
@@ -138,15 +227,20 @@ class SequenceClock:
 
     def end(self, reason: str, engine: RequestMetrics | None) -> None:
         now = time.monotonic()
-        self.metrics.success.labels(self.metrics.model_name, reason).inc()
+        self.metrics.end(reason)
+        self.longest.end(self.count)
         self.metrics.end_to_end.observe(now - self.arrival)
         self.metrics.request_generation_tokens.observe(self.count)
         if self.first is not None:
             self.metrics.decode_time.observe(now - self.first)
+            if self.count > 1:
+                self.metrics.time_per_token.observe((self.last - self.first) / (self.count - 1))
         if engine is None:
             return
         self.metrics.preemptions.inc(engine.num_preemptions)
         if engine.first_scheduled_time is not None:
             self.metrics.queue_time.observe(max(0.0, engine.first_scheduled_time - engine.arrival_time))
+            ended = engine.finished_time or now  # one clock: the engine runs on this machine
+            self.metrics.inference_time.observe(max(0.0, ended - engine.first_scheduled_time))
             if engine.first_token_time is not None:
                 self.metrics.prefill_time.observe(engine.first_token_time - engine.first_scheduled_time)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -93,9 +94,11 @@ class CountRequests:
             await self.app(scope, receive, send)
             return
         status: dict[str, Any] = {"code": 500}
+        began = time.monotonic()
         try:
             await self.app(scope, receive, on_start(send, lambda message: status.update(code=message["status"])))
         finally:
             handler = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other"
             self.metrics.http_requests.labels(handler, method, str(status["code"])).inc()
+            self.metrics.http_seconds.labels(handler, method).observe(time.monotonic() - began)

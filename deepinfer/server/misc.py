@@ -64,8 +64,9 @@ async def metrics(request: Request) -> Response:
     state = server_state(request)
     stats = state.text.engine.stats()
     state.metrics.running.set(stats.num_running)
-    state.metrics.waiting.set(stats.num_waiting)
+    state.metrics.waiting.set(stats.num_waiting + state.gate.num_waiting)
     state.metrics.cache_usage.set(1 - stats.num_free_blocks / stats.num_blocks)
+    state.metrics.used_tokens.set((stats.num_blocks - stats.num_free_blocks) * state.metrics.block_size)
     state.metrics.update(state.text.engine.statistics)
     if isinstance(state.text.engine, EngineClient):
         state.metrics.engine_restarts.set(state.text.engine.num_restarts)

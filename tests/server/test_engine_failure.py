@@ -55,8 +55,8 @@ def test_a_failed_step_fails_its_requests_only(
     after = client.post("/v1/completions", json=BODY | {"temperature": 0})
     assert after.json()["choices"][0]["text"] == before
     metrics = client.get("/metrics").text
-    assert 'deepinfer:request_success_total{finished_reason="error",model_name="tiny"} 1.0' in metrics
-    assert 'deepinfer:kv_cache_usage_perc{model_name="tiny"} 0.0' in metrics
+    assert 'deepinfer:request_success_total{engine="0",finished_reason="error",model_name="tiny"} 1.0' in metrics
+    assert 'deepinfer:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0' in metrics
 
 
 def test_a_failed_step_ends_a_stream_with_an_error_event(

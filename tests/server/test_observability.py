@@ -94,5 +94,5 @@ def test_counters_of_features_appear_once_they_are_used() -> None:
         ("prefix_cache_queries", 200), ("prefix_cache_hits", 50), ("spec_decode_num_drafts", 4),
         ("spec_decode_num_accepted_tokens", 12),
     ):  # fmt: skip
-        assert f'deepinfer:{name}_total{{model_name="m"}} {value}.0\n' in text
+        assert f'deepinfer:{name}_total{{engine="0",model_name="m"}} {value}.0\n' in text
     assert "estimated_flops" not in text and "mfu" not in text
