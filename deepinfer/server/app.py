@@ -35,6 +35,9 @@ def create_app(state: ServerState, allowed_origins: tuple[str, ...] = (), web: b
 
     app = FastAPI(title="deepinfer", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.server = state
+    cache = state.engine_config
+    num_blocks = state.text.engine.stats().num_blocks
+    state.metrics.set_cache(cache.get("block_size", 0), num_blocks, cache.get("kv_cache_dtype", "auto"))
     install_handlers(app)
     for module in ROUTERS:
         app.include_router(module.router)

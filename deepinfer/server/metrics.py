@@ -89,6 +89,7 @@ class Metrics:
         )
         self.params_n = self._histogram("request_params_n", "Value of n.", (1, 2, 5, 10, 20, 50, 100))
         self.params_max_tokens = self._histogram("request_params_max_tokens", "Value of max_tokens.", _TOKENS)
+        self.block_size = 0
         self.cache_tokens = self._gauge("kv_cache_num_tokens", "Tokens that the KV cache blocks can hold.")
         self.used_tokens = self._gauge("kv_cache_used_tokens", "Tokens that the used KV cache blocks can hold.")
         self.steps = StepHistogram({"model_name": model_name, "engine": "0"})
@@ -208,11 +209,11 @@ class SequenceClock:
     """Observes one generated sequence: call `tokens` for every streamed output and `end` once."""
 
     metrics: Metrics
-    longest: Longest
     arrival: float = field(default_factory=time.monotonic)  # before tokenising, so that TTFT is what the client waits
     first: float | None = None
     last: float = 0.0
     count: int = 0
+    longest: Longest | None = None  # of the answers to the same prompt
 
     def tokens(self, number: int) -> None:
         now = time.monotonic()
@@ -228,7 +229,7 @@ class SequenceClock:
     def end(self, reason: str, engine: RequestMetrics | None) -> None:
         now = time.monotonic()
         self.metrics.end(reason)
-        self.longest.end(self.count)
+        (self.longest or Longest(self.metrics, 1)).end(self.count)
         self.metrics.end_to_end.observe(now - self.arrival)
         self.metrics.request_generation_tokens.observe(self.count)
         if self.first is not None:

@@ -17,7 +17,7 @@ from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.server.admission import Admission, Limits, Place
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.gate import Gate
-from deepinfer.server.metrics import Longest, Metrics, SequenceClock
+from deepinfer.server.metrics import Metrics, SequenceClock
 from deepinfer.server.response_store import ResponseStore
 from deepinfer.server.running import RunningRequests, Ticket
 from deepinfer.server.text_engine import Delta, Piece, Reader, TextEngine
@@ -46,10 +46,6 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.gate = Gate()
-        num_blocks = self.text.engine.stats().num_blocks
-        self.metrics.set_cache(
-            self.engine_config.get("block_size", 0), num_blocks, self.engine_config.get("kv_cache_dtype", "auto")
-        )
         self.running = RunningRequests(self.abort)
         self.admission = Admission(self.limits, self.metrics)
 
@@ -137,7 +133,6 @@ def start_sequences(
     streams = []
     for prompt in prompts:
         check_prompt(state, prompt, params.max_tokens, param)
-        longest = Longest(state.metrics, n)
         for choice in range(n):
             # Choices of one request are separate requests to the engine: each can stop at its own stop string.
             seed = None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1)
@@ -149,17 +144,7 @@ def start_sequences(
                 refused = from_value_error(error)
                 refused.param = param if refused.param == "prompt_token_ids" else refused.param
                 raise refused from None
-            streams.append(
-                _observed(
-                    state,
-                    stream,
-                    one,
-                    SequenceClock(state.metrics, longest, ticket.arrival),
-                    ticket,
-                    engine_id,
-                    next(places),
-                )
-            )
+            streams.append(_observed(state, stream, one, ticket, engine_id, next(places)))
     for prompt in prompts:
         state.metrics.admit(len(prompt), n, params.max_tokens)
     return streams
@@ -169,12 +154,12 @@ async def _observed(
     state: ServerState,
     stream: AsyncGenerator[Delta[Piece], None],
     reader: Reader[Piece],
-    clock: SequenceClock,
     ticket: Ticket,
     engine_id: str,
     place: Place,
 ) -> AsyncGenerator[Delta[Piece], None]:
     """The stream of one sequence, measured, and known as running."""
+    clock = SequenceClock(state.metrics, ticket.arrival)
     reason, times = "abort", None  # the reason if the generator is closed early
     state.running.add(engine_id, ticket)
     try:
