@@ -40,6 +40,9 @@ def find_compiler() -> Compiler:
     """NVRTC if its library is found, else nvcc. Raises CompileError with what to install."""
     for library in _nvrtc_libraries():
         try:
+            if "/" in library:  # NVRTC looks for its built-in functions by name alone: have them loaded before
+                for builtins in Path(library).parent.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(builtins))
             return _nvrtc(ctypes.CDLL(library))
         except OSError:
             continue

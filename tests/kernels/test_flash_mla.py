@@ -1,0 +1,276 @@
+"""The Hopper attention kernel agrees with float64 attention over what its caches hold; needs a Hopper GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.flash_mla.attention import fused_attention, sparse_attention
+from deepinfer.kernels.flash_mla.launch import choose_split, launch
+from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, store_rows
+
+DIM = 512
+SCALE = DIM**-0.5
+PACKED = {"window": RowFormat.FP8, "latent": RowFormat.NVFP4}
+
+gpu = pytest.mark.gpu
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+def make_cache(g: torch.Generator, pages: int, size: int, kind: str, row_format: RowFormat, spread: float) -> Tensor:
+    """A view [pages, size, row] into wider pages, everything around the rows poisoned; row values differ in size."""
+    values = torch.randn(pages * size, DIM, generator=g) * torch.exp(spread * torch.randn(pages * size, 1, generator=g))
+    if kind == "packed":
+        row, dtype, poison = row_format.row_bytes(DIM), torch.uint8, 255
+    else:
+        row, dtype, poison = DIM, torch.bfloat16, float("nan")
+    wide = torch.full((pages, size * row + 32), poison, dtype=dtype)
+    cache = wide[:, 16 : 16 + size * row].unflatten(1, (size, row))
+    store_rows.reference(cache, torch.arange(pages * size), values, row_format)
+    return wide.cuda()[:, 16 : 16 + size * row].unflatten(1, (size, row))
+
+
+@dataclass
+class Case:
+    q: Tensor
+    window_cache: Tensor
+    window_slots: Tensor
+    latent_cache: Tensor | None
+    latent_slots: Tensor | None
+    sink: Tensor
+
+    @property
+    def arguments(self) -> tuple:
+        caches = (self.window_cache, self.window_slots, self.latent_cache, self.latent_slots)
+        return (self.q, *caches, self.sink, SCALE)
+
+    def expected(self, q: Tensor | None = None) -> Tensor:
+        """Attention in float64 over the values that the caches hold."""
+        q = (self.q if q is None else q).double()
+        keys, slots = [], []
+        for name, cache, these in (
+            ("window", self.window_cache, self.window_slots),
+            ("latent", self.latent_cache, self.latent_slots),
+        ):
+            if cache is not None and these is not None:
+                keys.append(load_rows.reference(cache, these, PACKED[name], DIM, torch.float64))
+                slots.append(these)
+        key, slot = torch.cat(keys, 1), torch.cat(slots, 1)
+        key = torch.where((slot >= 0).unsqueeze(-1), key, 0)
+        logits = torch.einsum("nhd,nsd->nhs", q, key) * SCALE
+        logits = logits.masked_fill((slot < 0).unsqueeze(1), float("-inf"))
+        sink = self.sink.double().view(1, -1, 1).expand(*logits.shape[:2], 1)
+        top = torch.cat((logits, sink), -1).amax(-1, keepdim=True).clamp_min(-1e300)
+        weights = torch.exp(logits - top)
+        total = weights.sum(-1, keepdim=True) + torch.exp(sink - top)
+        return torch.einsum("nhs,nsd->nhd", weights, key) / torch.where(total > 0, total, 1)
+
+
+def make_case(
+    seed: int,
+    tokens: int,
+    heads: int,
+    window: int,
+    selected: int | None,
+    kinds: tuple[str, str] = ("plain", "plain"),
+    absent: float = 0.15,
+    spread: float = 0.3,
+    pages: tuple[int, int] = (13, 9),
+    sizes: tuple[int, int] = (134, 64),
+) -> Case:
+    g = torch.Generator().manual_seed(seed)
+
+    def make_slots(count: int, rows: int) -> Tensor:
+        slots = torch.randint(0, rows, (tokens, count + 3), generator=g, dtype=torch.int32)
+        slots[torch.rand(slots.shape, generator=g) < absent] = -1
+        return slots.cuda()[:, :count]  # rows are further apart than they are long
+
+    q = torch.randn(tokens, heads, DIM + 8, generator=g).bfloat16().cuda()[..., :DIM]
+    window_cache = make_cache(g, pages[0], sizes[0], kinds[0], RowFormat.FP8, spread)
+    latent_cache = latent_slots = None
+    if selected is not None:
+        latent_cache = make_cache(g, pages[1], sizes[1], kinds[1], RowFormat.NVFP4, spread)
+        latent_slots = make_slots(selected, pages[1] * sizes[1])
+    sink = torch.randn(heads, generator=g).cuda()
+    return Case(q, window_cache, make_slots(window, pages[0] * sizes[0]), latent_cache, latent_slots, sink)
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    assert torch.isfinite(result.float()).all()
+    return ((result.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Freed GPU memory holds NaN, so that an output that was not written shows."""
+    if torch.cuda.is_available():
+        torch.full((1 << 26,), float("nan"), device="cuda")
+
+
+SHAPES = [
+    # tokens, heads, window, selected
+    (1, 64, 128, 512),
+    (7, 64, 128, 512),
+    (200, 64, 128, 512),
+    (3, 128, 128, 512),
+    (5, 64, 128, None),
+    (9, 64, 100, 77),
+    (4, 64, 1, 1),
+    (3, 64, 65, 640),
+    (2, 192, 17, 129),
+]
+KINDS = [("plain", "plain"), ("packed", "packed"), ("plain", "packed"), ("packed", "plain")]
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_agrees_with_float64(shape, kinds):
+    case = make_case(sum(n or 0 for n in shape), *shape, kinds=kinds)
+    result = sparse_attention(*case.arguments)
+    assert result is not NotImplemented
+    assert relative_error(result, case.expected()) < 5e-3
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("split", (1, 2, 4))
+@pytest.mark.parametrize("kinds", KINDS[:2], ids="-".join)
+def test_a_split_changes_rounding_only_and_repeats_exactly(split, kinds):
+    case = make_case(5, 9, 64, 128, 512, kinds=kinds)
+    formats = ("bf16", "bf16") if kinds[0] == "plain" else (RowFormat.FP8, RowFormat.NVFP4)
+    results = []
+    for _ in range(5):
+        out = torch.full_like(case.q, float("nan")).contiguous()
+        launch(*case.arguments, out, formats=formats, split=split)
+        results.append(out)
+    assert relative_error(results[0], case.expected()) < 5e-3
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("kinds", KINDS[:3], ids="-".join)
+def test_no_key_at_all_gives_zero(kinds):
+    case = make_case(6, 6, 64, 128, 512, kinds=kinds)
+    case.window_slots[:4] = -1
+    case.latent_slots[:4] = -1
+    case.latent_slots[4] = -1  # one branch alone
+    case.window_slots[5] = -1
+    result = sparse_attention(*case.arguments)
+    assert (result[:4] == 0).all()
+    assert relative_error(result, case.expected()) < 5e-3
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("kinds", KINDS[:2], ids="-".join)
+def test_extreme_values(kinds):
+    """Logits far apart, keys of very different size, sinks that dominate, vanish or are infinite."""
+    case = make_case(7, 8, 64, 128, 512, kinds=kinds, spread=3.0)
+    case.q.mul_(torch.logspace(-3, 1.5, 8, device="cuda").view(-1, 1, 1))
+    case.sink[:6] = torch.tensor([-float("inf"), float("inf"), 1e4, -1e4, 80.0, -80.0], device="cuda")
+    expected = case.expected()
+    expected[:, 1] = 0  # an infinite sink takes everything
+    result = sparse_attention(*case.arguments)
+    for token in range(8):
+        assert relative_error(result[token], expected[token]) < 2e-2
+
+
+@gpu
+@hopper
+def test_rows_that_are_not_asked_for_may_hold_nan():
+    case = make_case(8, 5, 64, 128, 512)
+    case.window_cache[0, 0] = float("nan")  # what a slot of -1 would read
+    case.latent_cache[0, 0] = float("nan")
+    case.window_slots[case.window_slots == 0] = 1
+    case.latent_slots[case.latent_slots == 0] = 1
+    assert relative_error(sparse_attention(*case.arguments), case.expected()) < 5e-3
+
+
+@gpu
+@hopper
+def test_a_key_of_nan_shows():
+    case = make_case(9, 4, 64, 128, 512)
+    case.latent_cache[2, 3, 5] = float("nan")
+    case.latent_slots[1, 7] = 2 * 64 + 3
+    result = sparse_attention(*case.arguments)
+    assert result[1].isnan().any()
+
+
+@gpu
+@hopper
+def test_no_tokens():
+    case = make_case(10, 1, 64, 128, 512)
+    empty = Case(
+        case.q[:0], case.window_cache, case.window_slots[:0], case.latent_cache, case.latent_slots[:0], case.sink
+    )
+    assert sparse_attention(*empty.arguments).shape == (0, 64, DIM)
+
+
+@gpu
+@hopper
+def test_captured_in_a_graph():
+    case = make_case(11, 12, 64, 128, 512, kinds=("packed", "packed"))
+    expected = sparse_attention(*case.arguments)  # compiles and loads
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = sparse_attention(*case.arguments)
+    result.fill_(float("nan"))
+    case.q.mul_(0.5)
+    graph.replay()
+    assert relative_error(result, case.expected()) < 5e-3
+    assert not torch.equal(result, expected)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("q_norm", (False, True))
+@pytest.mark.parametrize("tokens", (3, 150))
+def test_fused_agrees_with_the_steps_in_float64(tokens, q_norm):
+    case = make_case(12 + tokens, tokens, 64, 128, 512, kinds=("packed", "packed"))
+    angle = torch.rand(tokens, 32, device="cuda", dtype=torch.float64) * 6.28
+    values, scales = fused_attention(case.q, angle.cos().float(), angle.sin().float(), *case.arguments[1:], q_norm)
+    q = case.q.double()
+    if q_norm:
+        q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-20)
+    expected = rotate(case.expected(rotate(q, angle)), -angle)
+    groups = expected.unflatten(-1, (16, 32))
+    result = values.double().unflatten(-1, (16, 32)) * torch.exp2(scales.double() - 127).unsqueeze(-1)
+    assert relative_error(result, groups) < 4e-2  # E4M3 rounds to 1 / 16
+    exact = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1).clamp_min(1e-4) / 448)))
+    agree = (torch.exp2(scales.double() - 127) == exact).double().mean()
+    assert agree > 0.98  # a maximum next to a power of two may fall on its other side
+
+
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    even, odd = x[..., 448:].unflatten(-1, (32, 2)).unbind(-1)
+    cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((x[..., :448], turned), -1)
+
+
+@gpu
+@hopper
+def test_what_it_does_not_cover_is_left_to_others():
+    case = make_case(13, 2, 64, 128, 64)
+    q, *rest = case.arguments
+    assert sparse_attention(q.float(), *rest) is NotImplemented
+    assert sparse_attention(q[:, :40], *rest) is NotImplemented
+    assert sparse_attention(q[..., :448], *rest) is NotImplemented
+    assert sparse_attention(q, case.window_cache.float(), *rest[1:]) is NotImplemented
+    assert sparse_attention(q, case.window_cache, case.window_slots.long(), *rest[2:]) is NotImplemented
+
+
+@pytest.mark.parametrize("tokens", (1, 16, 33, 34, 64, 66, 67, 132, 1000))
+def test_split_keeps_within_the_card(tokens):
+    split = choose_split(tokens, 64, 132)
+    assert split in (1, 2, 4)
+    assert split == 1 or tokens * split <= 132
+    assert split == 4 or tokens * split * 2 > 132
