@@ -89,6 +89,16 @@ class DecodeGraphs:
         self._timers: list[CUDAGraphTimer] = []
         self._outputs: Tensor | None = None  # [max_num_seqs, ...]
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are replayed; else they run padded, but eagerly."""
+        return bool(self._replays)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the graphs time their parts."""
+        return self._set_mark is not None
+
     def shape_of(self, num_rows: int, num_blocks: int) -> StepShape:
         """The smallest captured shape that holds a step. Raises ValueError if none does."""
         for shape in self.shapes:
@@ -103,7 +113,7 @@ class DecodeGraphs:
         padded = self.inputs[shape]
         if inputs.block_tables.data_ptr() != padded.block_tables.data_ptr():  # else it was written in place
             pad_inputs(inputs, padded)
-        if not self._replays:
+        if not self.is_captured:
             return self.forward(padded)[:num_rows]
         assert self._outputs is not None
         self._replays[shape]()
@@ -181,15 +191,20 @@ class DecodeGraphs:
         return self.part_times
 
     @torch.inference_mode()
-    def step_times(self, context_len: int, block_size: int, num_blocks: int, repeats: int = 5) -> dict[int, float]:
-        """Milliseconds of a decode step by batch size, at sequences of `context_len` tokens; medians of `repeats`.
+    def step_times(
+        self, context_len: int, block_size: int, num_blocks: int, vocab_size: int, repeats: int = 5
+    ) -> dict[int, float]:
+        """Milliseconds of a decode step by batch size, medians of `repeats`, at sequences of `context_len` tokens.
 
-        Writes rows of the caches that `num_blocks` and max_num_seqs describe: call it while no sequence runs.
+        Writes blocks 1 to num_blocks - 1 and slots 1 to max_num_seqs: call it while no sequence runs.
         """
         times: dict[int, float] = {}
         for shape in self.shapes:
             if shape.rows not in times and shape.blocks * block_size >= context_len:
                 self._write_context(self.inputs[shape], context_len, block_size, num_blocks)
+                # Different tokens, so that they choose different experts.
+                tokens = torch.arange(shape.rows, device=self.device) * 7919 % vocab_size
+                self.inputs[shape].token_ids.copy_(tokens)
                 times[shape.rows] = self._time(shape, repeats)
         return times
 
@@ -204,7 +219,7 @@ class DecodeGraphs:
         padded.block_tables[:, :used] = blocks.view(rows, used)
 
     def _time(self, shape: StepShape, repeats: int) -> float:
-        """Median milliseconds of a step, the copy of its outputs included."""
+        """Median milliseconds of a step that holds a whole shape."""
         padded = self.inputs[shape]
         self.run(padded)
         if self.device.type != "cuda":

@@ -13,6 +13,7 @@ from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.config.reading import read_model_config
 from deepinfer.engine.cuda_graph import DecodeGraphs
+from deepinfer.engine.decode_curve import DecodeCurve, curve_key, load_or_measure
 from deepinfer.engine.memory import check_caches_fit
 from deepinfer.engine.swap import CacheRows
 from deepinfer.models.caches import CACHE_DTYPES
@@ -22,6 +23,8 @@ from deepinfer.models.registry import Model, load_model
 from deepinfer.observability.flops import FlopsEstimator
 
 logger = logging.getLogger(__name__)
+
+CURVE_CONTEXT_LEN = 1024  # tokens of the sequences that the decode curve is measured with
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -87,8 +90,12 @@ class ModelRunner:
             cache_dtype,
             config.max_backtracking_tokens or 0,
         )
-        longest = min(longest, (self.num_blocks - 1) * config.block_size)
-        self.graphs = self._make_graphs(config, -(-longest // config.block_size))
+        self.config = config
+        self.max_context_len = min(longest, (self.num_blocks - 1) * config.block_size)
+        self.graphs = self._captured_graphs()
+        self._decode_curve: DecodeCurve | None = None
+        if self.graphs is not None and self.graphs.is_captured:
+            self.decode_curve()
 
     @classmethod
     def from_checkpoint(cls, path: str | Path, config: EngineConfig) -> ModelRunner:
@@ -96,24 +103,15 @@ class ModelRunner:
         check_max_model_len(config, read_model_config(path).max_position_embeddings)  # before minutes of loading
         return cls(load_model(path, compute_dtype(config), config.device, config.quantize_activations), config)
 
-    def _make_graphs(self, config: EngineConfig, max_blocks: int) -> DecodeGraphs | None:
-        """Captured decode steps as `config` asks for them.
+    def _captured_graphs(self) -> DecodeGraphs | None:
+        """Padded decode steps, captured where they can be, as the configuration asks for them.
 
         Without a word from it, a step that cannot be captured is no error: kernels may be missing (no Triton).
         """
-        on_gpu = torch.device(config.device).type == "cuda"
+        config, on_gpu = self.config, torch.device(self.config.device).type == "cuda"
         if not (on_gpu if config.cuda_graphs is None else config.cuda_graphs) and not config.torch_compile:
             return None
-        forward = torch.compile(self.forward, dynamic=False) if config.torch_compile else self.forward
-        timed = on_gpu and envs.get("DEEPINFER_TIMERS")
-        graphs = DecodeGraphs(
-            forward,
-            config.max_num_seqs,
-            config.cudagraph_batch_size_interval,
-            max_blocks,
-            config.device,
-            self._set_mark if timed else None,
-        )
+        graphs = self._new_graphs(torch.compile(self.forward, dynamic=False) if config.torch_compile else self.forward)
         if not on_gpu or config.cuda_graphs is False:
             return graphs
         try:
@@ -124,6 +122,36 @@ class ModelRunner:
             logger.warning("decode steps run without CUDA graphs: %s", error)
             return None
         return graphs
+
+    def _new_graphs(self, forward: Callable[[ModelInputs], Tensor]) -> DecodeGraphs:
+        config = self.config
+        return DecodeGraphs(
+            forward,
+            config.max_num_seqs,
+            config.cudagraph_batch_size_interval,
+            -(-self.max_context_len // config.block_size),
+            config.device,
+            self._set_mark if envs.get("DEEPINFER_TIMERS") else None,
+        )
+
+    def decode_curve(self) -> DecodeCurve:
+        """Milliseconds of a decode step by batch size. Measured at start-up where steps are captured, else on request.
+
+        The first call writes into the caches unless the curve is on disk: no sequence may run.
+        """
+        if self._decode_curve is None:
+            graphs = self.graphs or self._new_graphs(self.forward)
+            context_len = min(self.max_context_len, CURVE_CONTEXT_LEN)
+            key = curve_key(self.model.config, self.config) | {
+                "arithmetic": str(compute_dtype(self.config)),
+                "context_len": context_len,
+                "max_blocks": graphs.shapes[-1].blocks,
+                "captured": graphs.is_captured,
+                "timed": graphs.is_timed,
+            }
+            sizes = (context_len, self.config.block_size, self.num_blocks, self.vocab_size)
+            self._decode_curve = load_or_measure(key, lambda: graphs.step_times(*sizes))
+        return self._decode_curve
 
     def _set_mark(self, mark: Callable[[str], None] | None) -> None:
         self.model.mark = mark

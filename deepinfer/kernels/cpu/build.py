@@ -123,7 +123,7 @@ def _key(compiler: list[str], index: int) -> str:
         *compiler,
         *(f"{file.st_size} {file.st_mtime_ns}" for file in files),
         platform.machine(),
-        _cpu_features(),
+        cpu_features(),
         repr(VARIANTS[index]),
     ]
     digest = hashlib.sha256(repr((parts, FLAGS, FILE_FLAGS)).encode())
@@ -132,7 +132,7 @@ def _key(compiler: list[str], index: int) -> str:
     return digest.hexdigest()[:20]
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """Model and feature flags of the first core: `-march=native` follows them."""
     try:
         core = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
