@@ -17,6 +17,7 @@
 #define BLOCK_HEADS 64
 #define BLOCKS_A_TOKEN (HEADS / BLOCK_HEADS)
 #define PACKED_ONLY (WINDOW_FORMAT != ROWS_BF16 && LATENT_FORMAT != ROWS_BF16)
+#define LATENT_OR_ANY (LATENT_FORMAT == ROWS_NONE ? ROWS_BF16 : LATENT_FORMAT)
 #define KEY_SCALE (PACKED_ONLY ? UNPACK_SCALE : 1.0f)  // keys in shared memory are the true ones over this
 #define LOG2_E 1.4426950408889634f
 #define LOWEST -1e30f  // a finite "no maximum yet"
@@ -71,65 +72,79 @@ DEVICE void arrive_warp(u32 barrier, int lane) {  // 8 or 4 arrivals, one a warp
 
 // ------------------------------------------------------------------ producer
 
-// Fills one half; the tile's first half to be filled also writes the bias of its 64 keys.
-template <int FORMAT, int PAGE>
-DEVICE void fill(const RowSource& source, const Rows& rows, const Barriers& barriers, u8* shared, int tile, int half, bool with_bias, u32 parity) {
-    int thread = threadIdx.x % 128, lane = thread % 8, row = thread / 8;
-    HalfTile<FORMAT, PACKED_ONLY> data;
-    data.template begin<PAGE>(source, rows, half, lane);
-    barrier_wait(barriers.free(tile, half), parity);
-    if (with_bias && lane == 0) {
-        float* bias = (float*)(shared + BIAS) + tile * 64;
+// A tile that is being filled: its rows, and which cache they come from.
+struct Filling {
+    Rows rows;
+    bool window;
+
+    DEVICE void find(const Params& p, const Tiles& tiles, int token, int tile) {
+        int row = threadIdx.x % 128 / 8;
+        bool beyond = tile >= tiles.count;
+        tile += tiles.first;
+        window = LATENT_FORMAT == ROWS_NONE || tile < tiles.window;
+        if (window) rows.find(p.window, token, beyond ? p.window.count : tile * 64 + row);
+        else rows.find(p.latent, token, beyond ? p.latent.count : (tile - tiles.window) * 64 + row);
+    }
+    DEVICE void load(PackedRow (&raw)[2], const Params& p, int first, int half) const {
+        int lane = threadIdx.x % 8;
+        if (window) load_two<WINDOW_FORMAT, WINDOW_PAGE>(raw, p.window, rows, first, half, lane);
+        else load_two<LATENT_OR_ANY, LATENT_PAGE>(raw, p.latent, rows, first, half, lane);
+    }
+    DEVICE void store(const PackedRow (&raw)[2], const Params& p, int first, u32 target, int half) const {
+        int lane = threadIdx.x % 8;
+        if (window) store_two<WINDOW_FORMAT, WINDOW_PAGE, PACKED_ONLY>(raw, p.window, rows, first, target, half, lane);
+        else store_two<LATENT_OR_ANY, LATENT_PAGE, PACKED_ONLY>(raw, p.latent, rows, first, target, half, lane);
+    }
+    // With the first half of a tile comes what is added to its 64 logits.
+    DEVICE void write_bias(float* bias, u32 ready) const {
+        if (threadIdx.x % 8) return;
 #pragma unroll
-        for (int i = 0; i < ROWS_A_THREAD; i++) bias[row + 16 * i] = rows.slot[i] >= 0 ? 0.0f : -__int_as_float(0x7F800000);
-        barrier_arrive(barriers.ready(tile, half));
+        for (int i = 0; i < ROWS_A_THREAD; i++)
+            bias[threadIdx.x % 128 / 8 + 16 * i] = rows.slot[i] >= 0 ? 0.0f : -__int_as_float(0x7F800000);
+        barrier_arrive(ready);
     }
-    u32 target = shared_address(shared + KEYS) + (tile * 2 + half) * HALF_TILE_BYTES + row * 128 + ((lane ^ row % 8) << 4);
-    data.template finish<PAGE>(source, rows, target, half, lane, barriers.ready(tile, half));
-}
-
-DEVICE void find_rows(Rows& rows, const Params& p, const Tiles& tiles, int token, int tile) {
-    int row = threadIdx.x % 128 / 8;
-    bool beyond = tile >= tiles.count;
-    tile += tiles.first;
-    if (LATENT_FORMAT == ROWS_NONE || tile < tiles.window) {
-        rows.find(p.window, token, beyond ? p.window.count : tile * 64 + row);
-    } else {
-        rows.find(p.latent, token, beyond ? p.latent.count : (tile - tiles.window) * 64 + row);
+    DEVICE void announce_half(u32 ready) const {
+        if (window) announce<WINDOW_FORMAT>(ready);
+        else announce<LATENT_OR_ANY>(ready);
     }
-}
-
-DEVICE void fill_tile_half(const Params& p, const Rows& rows, const Barriers& barriers, u8* shared, bool from_window, int tile, int half,
-                           bool with_bias, u32 parity) {
-    if (LATENT_FORMAT == ROWS_NONE || from_window) {
-        fill<WINDOW_FORMAT, WINDOW_PAGE>(p.window, rows, barriers, shared, tile, half, with_bias, parity);
-    } else {
-        fill<LATENT_FORMAT == ROWS_NONE ? ROWS_BF16 : LATENT_FORMAT, LATENT_PAGE>(p.latent, rows, barriers, shared, tile, half, with_bias, parity);
-    }
-}
+};
 
 DEVICE void produce(const Params& p, const Barriers& barriers, u8* shared, int first_item, int items, int step, int rank) {
-    Tiles tiles(p, rank);
+    const int lane = threadIdx.x % 8, row = threadIdx.x % 128 / 8;
+    const u32 keys = shared_address(shared + KEYS) + row * 128 + ((lane ^ row % 8) << 4);
+    const Tiles tiles(p, rank);
     u32 parity = 1, query_parity = 1;  // the first wait for a free tile returns at once
     for (int item = first_item; item < items; item += step) {
         int token = item / BLOCKS_A_TOKEN, head = item % BLOCKS_A_TOKEN * BLOCK_HEADS;
-        Rows rows[2];
-        find_rows(rows[0], p, tiles, token, 0);
-        find_rows(rows[1], p, tiles, token, 1);
+        Filling next[2];
+        next[0].find(p, tiles, token, 0);
+        next[1].find(p, tiles, token, 1);
         barrier_wait(barriers.query_free(), query_parity);
         query_parity ^= 1;
         load_query(p.query, p.angles, token, head, shared_address(shared + QUERY), barriers.query_ready());
+        PackedRow early[2], late[2];
+        next[0].load(early, p, 0, 0);
         for (int pair = 0; pair < tiles.pairs(); pair++) {
-            bool window_0 = tiles.first + 2 * pair < tiles.window, window_1 = tiles.first + 2 * pair + 1 < tiles.window;
-            Rows now[2] = {rows[0], rows[1]};
-            if (pair + 1 < tiles.pairs()) {  // early: the slots' latency passes behind the copies
-                find_rows(rows[0], p, tiles, token, 2 * pair + 2);
-                find_rows(rows[1], p, tiles, token, 2 * pair + 3);
+            Filling now[2] = {next[0], next[1]};
+            const bool more = pair + 1 < tiles.pairs();
+            if (more) {  // early: the slots' latency passes behind the copies
+                next[0].find(p, tiles, token, 2 * pair + 2);
+                next[1].find(p, tiles, token, 2 * pair + 3);
             }
-            fill_tile_half(p, now[0], barriers, shared, window_0, 0, 0, true, parity);
-            fill_tile_half(p, now[1], barriers, shared, window_1, 1, 1, true, parity);
-            fill_tile_half(p, now[0], barriers, shared, window_0, 0, 1, false, parity);
-            fill_tile_half(p, now[1], barriers, shared, window_1, 1, 0, false, parity);
+            // In the order in which the consumers need and free them: (0, 0), (1, 1), (0, 1), (1, 0).
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int tile = i % 2, half = i == 1 || i == 2;
+                const u32 target = keys + (tile * 2 + half) * HALF_TILE_BYTES, ready = barriers.ready(tile, half);
+                now[tile].load(late, p, 2, half);
+                barrier_wait(barriers.free(tile, half), parity);
+                if (i < 2) now[tile].write_bias((float*)(shared + BIAS) + tile * 64, ready);
+                now[tile].store(early, p, 0, target, half);
+                if (i < 3) now[1 - tile].load(early, p, 0, i == 0 || i == 1);
+                else if (more) next[0].load(early, p, 0, 0);
+                now[tile].store(late, p, 2, target, half);
+                now[tile].announce_half(ready);
+            }
             parity ^= 1;
         }
     }

@@ -47,66 +47,54 @@ struct Rows {
     }
 };
 
-DEVICE u32 load_word(const u8* address) { return __ldg((const u32*)address); }
-
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
-// Half of one packed row as a thread reads it: 4 groups of 8 values, chunk `lane` of each sub-tile, with their scales.
-template <int FORMAT>
-struct Packed;
-
-template <>
-struct Packed<ROWS_FP8> {
-    uint2 values[4], scales;
-
-    DEVICE void load(const u8* row, int half, int lane) {
-#pragma unroll
-        for (int t = 0; t < 4; t++) values[t] = __ldg((const uint2*)(row + half * 256 + t * 64 + lane * 8));
-        scales = __ldg((const uint2*)(row + 512 + half * 8));
-    }
-    DEVICE void clear() {
-#pragma unroll
-        for (int t = 0; t < 4; t++) values[t] = make_uint2(0, 0);
-        scales = make_uint2(0, 0);
-    }
-    // E4M3 at the top of a BF16's exponent and mantissa is the value x 2^-120, subnormal numbers included.
-    DEVICE static u32 widen(u32 bytes, u32 selector, u32 scale) {
-        u32 top = permute(bytes, 0, selector);
-        return multiply_bf16((top >> 4 & 0x07F007F0u) | (top & 0x80008000u), scale);
-    }
-    DEVICE void unpack(int t, int lane, u32 (&words)[4]) const {
-        u32 exponent = (t < 2 ? scales.x : scales.y) >> ((t % 2) * 16 + lane / 4 * 8) & 0xFF;
-        u32 scale = exponent == 255 ? 0x7FC0 : exponent > 150 ? 0x7F80 : (exponent + 104) << 7;  // 2^(e - 127 + 120 - 16)
-        scale |= scale << 16;
-        words[0] = widen(values[t].x, 0x1404, scale);
-        words[1] = widen(values[t].x, 0x3424, scale);
-        words[2] = widen(values[t].y, 0x1404, scale);
-        words[3] = widen(values[t].y, 0x3424, scale);
-    }
+// Half of one packed row as a thread holds it: 4 groups of 8 values, chunk `lane` of each sub-tile, then their scales.
+struct PackedRow {
+    u32 words[10];
 };
 
-template <>
-struct Packed<ROWS_NVFP4> {
-    u32 values[4];
-    uint4 scales;
+template <int FORMAT>
+DEVICE void load_packed(PackedRow& raw, const u8* row, int half, int lane) {
+    if (FORMAT == ROWS_FP8) {
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            uint2 eight = __ldg((const uint2*)(row + half * 256 + t * 64 + lane * 8));
+            raw.words[2 * t] = eight.x, raw.words[2 * t + 1] = eight.y;
+        }
+        uint2 scales = __ldg((const uint2*)(row + 512 + half * 8));
+        raw.words[8] = scales.x, raw.words[9] = scales.y;
+    } else {
+#pragma unroll
+        for (int t = 0; t < 4; t++) raw.words[t] = __ldg((const u32*)(row + half * 128 + t * 32 + lane * 4));
+        uint4 scales = __ldg((const uint4*)(row + 256 + half * 16));
+        raw.words[4] = scales.x, raw.words[5] = scales.y, raw.words[6] = scales.z, raw.words[7] = scales.w;
+    }
+}
 
-    DEVICE void load(const u8* row, int half, int lane) {
-#pragma unroll
-        for (int t = 0; t < 4; t++) values[t] = load_word(row + half * 128 + t * 32 + lane * 4);
-        scales = __ldg((const uint4*)(row + 256 + half * 16));
-    }
-    DEVICE void clear() {
-#pragma unroll
-        for (int t = 0; t < 4; t++) values[t] = 0;
-        scales = make_uint4(0, 0, 0, 0);
-    }
-    // E2M1 at the bottom of a BF16's exponent is the value x 2^-126.
-    DEVICE void unpack(int t, int lane, u32 (&words)[4]) const {
-        u32 byte = (t == 0 ? scales.x : t == 1 ? scales.y : t == 2 ? scales.z : scales.w) >> (lane / 2 * 8) & 0x7F;
+// E4M3 at the top of a BF16's exponent and mantissa is the value x 2^-120, subnormal numbers included.
+DEVICE u32 widen_e4m3(u32 bytes, u32 selector, u32 scale) {
+    u32 top = permute(bytes, 0, selector);
+    return multiply_bf16((top >> 4 & 0x07F007F0u) | (top & 0x80008000u), scale);
+}
+
+// The 8 values of sub-tile t times 2^-16, in BF16.
+template <int FORMAT>
+DEVICE void unpack(const PackedRow& raw, int t, int lane, u32 (&words)[4]) {
+    if (FORMAT == ROWS_FP8) {
+        u32 exponent = raw.words[8 + t / 2] >> (t % 2 * 16 + lane / 4 * 8) & 0xFF;
+        u32 scale = exponent == 255 ? 0x7FC0 : exponent > 150 ? 0x7F80 : (exponent + 104) << 7;  // 2^(e - 127 + 120 - 16)
+        scale |= scale << 16;
+        words[0] = widen_e4m3(raw.words[2 * t], 0x1404, scale);
+        words[1] = widen_e4m3(raw.words[2 * t], 0x3424, scale);
+        words[2] = widen_e4m3(raw.words[2 * t + 1], 0x1404, scale);
+        words[3] = widen_e4m3(raw.words[2 * t + 1], 0x3424, scale);
+    } else {  // E2M1 at the bottom of a BF16's exponent is the value x 2^-126
+        u32 byte = raw.words[4 + t] >> (lane / 2 * 8) & 0x7F;
         float factor = __uint_as_float(byte << 20) * 0x1p120f * 0x1p110f;  // E4M3 x 2^(126 - 16)
         if (byte == 0x7F) factor = __uint_as_float(0x7FC00000u);
         u32 scale = pack_bf16(factor, factor);
-        u32 x = values[t];
+        u32 x = raw.words[t];
         u32 a = multiply_bf16((x << 6 & 0x01C001C0u) | (x << 12 & 0x80008000u), scale);  // values 0 and 4
         u32 b = multiply_bf16((x << 2 & 0x01C001C0u) | (x << 8 & 0x80008000u), scale);   // 1 and 5
         u32 c = multiply_bf16((x >> 2 & 0x01C001C0u) | (x << 4 & 0x80008000u), scale);   // 2 and 6
@@ -116,55 +104,54 @@ struct Packed<ROWS_NVFP4> {
         words[2] = permute(a, b, 0x7632);
         words[3] = permute(c, d, 0x7632);
     }
-};
+}
 
-// What one thread does for a half tile: `begin` may run while the tile is still in use, `finish` only after.
-template <int FORMAT, bool SCALED>
-struct HalfTile {
-    Packed<FORMAT> rows[ROWS_A_THREAD];
-
-    template <int PAGE>
-    DEVICE void begin(const RowSource& source, const Rows& from, int half, int lane) {
+// Rows `first` and `first` + 1 of a thread's four: `load_two` may run while the half tile is still in use. BF16 rows
+// need no registers and are copied by `store_two`.
+template <int FORMAT, int PAGE>
+DEVICE void load_two(PackedRow (&raw)[2], const RowSource& source, const Rows& rows, int first, int half, int lane) {
+    if (FORMAT == ROWS_BF16) return;
 #pragma unroll
-        for (int i = 0; i < ROWS_A_THREAD; i++) {
-            if (from.slot[i] >= 0) rows[i].load(row_address<PAGE>(source, from.slot[i]), half, lane);
-            else rows[i].clear();
-        }
+    for (int i = 0; i < 2; i++) {
+        int slot = rows.slot[first + i];
+        if (slot >= 0) load_packed<FORMAT>(raw[i], row_address<PAGE>(source, slot), half, lane);
+        else raw[i] = PackedRow{};
     }
-    template <int PAGE>
-    DEVICE void finish(const RowSource& source, const Rows& from, u32 target, int half, int lane, u32 ready) const {
+}
+
+// `scaled`: leave the values times 2^-16.
+template <int FORMAT, int PAGE, bool SCALED>
+DEVICE void store_two(const PackedRow (&raw)[2], const RowSource& source, const Rows& rows, int first, u32 target, int half,
+                      int lane) {
 #pragma unroll
-        for (int i = 0; i < ROWS_A_THREAD; i++) {
+    for (int i = 0; i < 2; i++) {
+        u32 row_target = target + (first + i) * 2048;
+        if (FORMAT == ROWS_BF16) {
+            int slot = rows.slot[first + i];
+            const u8* row = row_address<PAGE>(source, max(slot, 0)) + half * 512 + lane * 16;
+#pragma unroll
+            for (int t = 0; t < 4; t++) copy_16(row_target + t * SUB_TILE_BYTES, row + t * 128, slot >= 0);
+        } else {
 #pragma unroll
             for (int t = 0; t < 4; t++) {
                 u32 words[4];
-                rows[i].unpack(t, lane, words);
+                unpack<FORMAT>(raw[i], t, lane, words);
                 if (!SCALED) {
 #pragma unroll
                     for (int w = 0; w < 4; w++) words[w] = multiply_bf16(words[w], 0x47804780u);  // 2^16
                 }
-                store_shared(target + t * SUB_TILE_BYTES + i * 2048, words[0], words[1], words[2], words[3]);
+                store_shared(row_target + t * SUB_TILE_BYTES, words[0], words[1], words[2], words[3]);
             }
         }
+    }
+}
+
+template <int FORMAT>
+DEVICE void announce(u32 ready) {
+    if (FORMAT == ROWS_BF16) {
+        barrier_arrive_on_copies(ready);
+    } else {
         fence_to_matrix_units();
         barrier_arrive(ready);
     }
-};
-
-template <bool SCALED>
-struct HalfTile<ROWS_BF16, SCALED> {
-    template <int PAGE>
-    DEVICE void begin(const RowSource&, const Rows&, int, int) {}
-    template <int PAGE>
-    DEVICE void finish(const RowSource& source, const Rows& from, u32 target, int half, int lane, u32 ready) const {
-#pragma unroll
-        for (int i = 0; i < ROWS_A_THREAD; i++) {
-            const u8* row = row_address<PAGE>(source, max(from.slot[i], 0)) + half * 512 + lane * 16;
-#pragma unroll
-            for (int t = 0; t < 4; t++) {
-                copy_16(target + t * SUB_TILE_BYTES + i * 2048, row + t * 128, from.slot[i] >= 0);
-            }
-        }
-        barrier_arrive_on_copies(ready);
-    }
-};
+}
