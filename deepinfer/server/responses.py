@@ -103,7 +103,7 @@ async def create_response(request: Request) -> Response:
 
     prompt_tokens = len(prepared.token_ids)
     if body.background:
-        task = asyncio.create_task(_exhaust(run(reader, _alone(sequences[0]), prompt_tokens, keep)))
+        task = asyncio.create_task(_exhaust(run(reader, merge(None, sequences), prompt_tokens, keep)))
         state.background.add(task)
         task.add_done_callback(state.background.discard)
         return JSONResponse(stream.response())
@@ -164,13 +164,6 @@ async def run(
         await deltas.aclose()
         stream.finish("abort")  # says nothing new if the response has ended by itself
         keep(stream.response())
-
-
-async def _alone(sequence: AsyncGenerator[Delta[list[Event]], None]) -> Deltas:
-    """The deltas of a sequence that no client waits for."""
-    async with aclosing(sequence):
-        async for delta in sequence:
-            yield 0, delta
 
 
 async def _exhaust(events: AsyncGenerator[Event, None]) -> None:

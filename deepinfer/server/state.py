@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,13 +13,14 @@ from fastapi import Request
 
 from deepinfer.engine.client import EngineState
 from deepinfer.params import MAX_SEED, SamplingParams
-from deepinfer.server.admission import Admission, Limits, Place
+from deepinfer.server.admission import Admission, Limits
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.gate import Gate
-from deepinfer.server.metrics import Metrics, SequenceClock
+from deepinfer.server.metrics import Metrics
 from deepinfer.server.response_store import ResponseStore
 from deepinfer.server.running import RunningRequests, Ticket
-from deepinfer.server.text_engine import Delta, Piece, Reader, TextEngine
+from deepinfer.server.sequences import RunningSequence
+from deepinfer.server.text_engine import Piece, Reader, TextEngine
 from deepinfer.server.workers import Workers
 
 
@@ -123,59 +123,27 @@ def start_sequences(
     reader: Callable[[], Reader[Piece]],
     ticket: Ticket,
     param: str,
-) -> list[AsyncGenerator[Delta[Piece], None]]:
-    """`n` sequences of each prompt, in order of their choice index.  Nothing runs before the first is iterated.
+) -> list[RunningSequence[Piece]]:
+    """`n` sequences of each prompt, in order of their choice index.  Nothing runs before `streams.merge` is iterated.
 
     Every prompt is checked first, so that a bad one is a 400 (naming `param`) and nothing has started.
     """
     state.check_serving()
     places = iter(state.admission.admit(ticket, len(prompts) * n))
-    streams = []
+    sequences = []
     for prompt in prompts:
         check_prompt(state, prompt, params.max_tokens, param)
         for choice in range(n):
             # Choices of one request are separate requests to the engine: each can stop at its own stop string.
             seed = None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1)
-            engine_id = uuid.uuid4().hex
-            one = reader()
+            one = replace(params, seed=seed)
             try:
-                stream = state.text.stream(prompt, replace(params, seed=seed), one, engine_id)
+                state.text.engine.check(prompt, one)
             except ValueError as error:
                 refused = from_value_error(error)
                 refused.param = param if refused.param == "prompt_token_ids" else refused.param
                 raise refused from None
-            streams.append(_observed(state, stream, one, ticket, engine_id, next(places)))
+            sequences.append(RunningSequence(state, prompt, one, reader(), ticket, uuid.uuid4().hex, next(places)))
     for prompt in prompts:
         state.metrics.admit(len(prompt), n, params.max_tokens)
-    return streams
-
-
-async def _observed(
-    state: ServerState,
-    stream: AsyncGenerator[Delta[Piece], None],
-    reader: Reader[Piece],
-    ticket: Ticket,
-    engine_id: str,
-    place: Place,
-) -> AsyncGenerator[Delta[Piece], None]:
-    """The stream of one sequence, measured, and known as running."""
-    clock = SequenceClock(state.metrics, ticket.arrival)
-    reason, times = "abort", None  # the reason if the generator is closed early
-    state.running.add(engine_id, ticket)
-    try:
-        async with aclosing(stream):
-            if not await state.gate.passed(engine_id):
-                yield Delta(pieces=[reader.finish("abort")], finish_reason="abort")
-                return
-            async for delta in stream:
-                if delta.token_ids:
-                    clock.tokens(len(delta.token_ids))
-                reason, times = delta.finish_reason or reason, delta.metrics
-                yield delta
-    except Exception:
-        reason = "error"
-        raise
-    finally:
-        state.running.remove(engine_id)
-        place.leave()
-        clock.end(reason, times)
+    return sequences

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,8 +14,10 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from deepinfer.engine.mailbox import Mailbox
 from deepinfer.errors import EngineStoppedError
 from deepinfer.server.errors import ApiError
+from deepinfer.server.sequences import RunningSequence
 from deepinfer.server.text_engine import Delta, Piece
 
 logger = logging.getLogger("deepinfer.server")
@@ -22,54 +25,57 @@ _encode = msgspec.json.Encoder().encode  # several times faster than json.dumps,
 
 
 async def merge(
-    request: Request, streams: Sequence[AsyncGenerator[Delta[Piece], None]]
+    request: Request | None, sequences: Sequence[RunningSequence[Piece]]
 ) -> AsyncGenerator[tuple[int, Delta[Piece]], None]:
-    """(stream number, delta) as they come.  However this ends, every stream is closed, and so its cache freed.
+    """Start the sequences: (number, delta) as they come.  However this ends, all are left, and so their cache freed.
 
-    Raises ClientDisconnect as soon as the connection is gone, also while nothing is being generated.
+    Without a `request` no client waits.  Raises ClientDisconnect as soon as the connection is gone, also while nothing
+    is being generated.
     """
-    queue: asyncio.Queue[tuple[int, Delta[Piece] | Exception | None]] = asyncio.Queue()
-
-    async def pump(number: int, stream: AsyncGenerator[Delta[Piece], None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    queue.put_nowait((number, delta))
-            queue.put_nowait((number, None))
-        except Exception as error:
-            queue.put_nowait((number, error))
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        queue.put_nowait((-1, ClientDisconnect()))
-
-    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
-    tasks.append(asyncio.create_task(watch()))
-    running = len(streams)
+    mailbox = Mailbox()
+    tasks = []
+    if request is not None:
+        tasks.append(asyncio.create_task(_watch(request, mailbox)))
+    running = len(sequences)
     try:
-        while running:
-            number, item = await queue.get()
-            if item is None:
-                running -= 1
-            elif isinstance(item, Exception):
-                raise item
+        for number, sequence in enumerate(sequences):
+            deliver = partial(mailbox.put, number)
+            if sequence.must_wait:
+                tasks.append(asyncio.create_task(sequence.wait_and_start(deliver)))
             else:
-                yield number, item
+                sequence.start(deliver)
+        while running:
+            for number, news in await mailbox.take():
+                if number < 0:
+                    raise ClientDisconnect
+                if sequences[number].ended:
+                    continue  # at a stop string, which the engine did not know of yet
+                delta = sequences[number].read(news)
+                running -= delta.finish_reason is not None
+                yield number, delta
     finally:
+        for sequence in sequences:
+            sequence.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _watch(request: Request, mailbox: Mailbox) -> None:
+    """Put a letter from number -1 into the mailbox when the client goes away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    mailbox.put(-1, ClientDisconnect())
+
+
 async def collect(
     request: Request,
-    streams: Sequence[AsyncGenerator[Delta[Piece], None]],
+    sequences: Sequence[RunningSequence[Piece]],
     add: Callable[[int, Delta[Piece]], object],
 ) -> None:
     """Hand every delta to `add(stream number, delta)`; for answers that are sent whole."""
     try:
-        async with aclosing(merge(request, streams)) as deltas:
+        async with aclosing(merge(request, sequences)) as deltas:
             async for number, delta in deltas:
                 add(number, delta)
     except asyncio.CancelledError:  # the time for a graceful shutdown is over

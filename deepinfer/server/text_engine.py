@@ -68,6 +68,27 @@ class TextReader:
         return self.stops.push(self.detokenizer.finish())[0] + self.stops.finish()
 
 
+def read_completion(tokenizer: Tokenizer, completion: CompletionOutput, reader: Reader[Piece]) -> Delta[Piece]:
+    """New tokens as the reader makes text of them."""
+    delta: Delta[Piece] = Delta()
+    logprobs: Sequence[TokenLogprob | None] = completion.logprobs or [None] * len(completion.token_ids)
+    for token_id, logprob in zip(completion.token_ids, logprobs, strict=True):
+        delta.token_ids.append(token_id)
+        if logprob is not None:
+            delta.logprobs.append(logprob)
+        if token_id >= tokenizer.vocab_size:
+            continue  # a model's vocabulary may be padded beyond the tokenizer's: such tokens have no text
+        piece, stop = reader.push(token_id, logprob)
+        delta.pieces.append(piece)
+        if stop is not None:
+            delta.finish_reason, delta.stop_reason = "stop", stop
+            return delta
+    if completion.finish_reason is not None:
+        delta.finish_reason, delta.stop_reason = completion.finish_reason, completion.stop_reason
+        delta.pieces.append(reader.finish(completion.finish_reason))
+    return delta
+
+
 class TextEngine:
     """What a text protocol needs of a model.  `name` is what clients call it."""
 
@@ -104,30 +125,11 @@ class TextEngine:
                 if output.error:
                     raise EngineError(output.error)
                 for completion in output.outputs:
-                    delta = self._delta(completion, reader)
+                    delta = read_completion(self.tokenizer, completion, reader)
                     delta.metrics = output.metrics
                     yield delta
                     if delta.finish_reason is not None:
                         return
-
-    def _delta(self, completion: CompletionOutput, reader: Reader[Piece]) -> Delta[Piece]:
-        delta: Delta[Piece] = Delta()
-        logprobs: Sequence[TokenLogprob | None] = completion.logprobs or [None] * len(completion.token_ids)
-        for token_id, logprob in zip(completion.token_ids, logprobs, strict=True):
-            delta.token_ids.append(token_id)
-            if logprob is not None:
-                delta.logprobs.append(logprob)
-            if token_id >= self.tokenizer.vocab_size:
-                continue  # a model's vocabulary may be padded beyond the tokenizer's: such tokens have no text
-            piece, stop = reader.push(token_id, logprob)
-            delta.pieces.append(piece)
-            if stop is not None:
-                delta.finish_reason, delta.stop_reason = "stop", stop
-                return delta
-        if completion.finish_reason is not None:
-            delta.finish_reason, delta.stop_reason = completion.finish_reason, completion.stop_reason
-            delta.pieces.append(reader.finish(completion.finish_reason))
-        return delta
 
 
 def load_text_engine(
