@@ -92,14 +92,14 @@ def make_engine() -> Engine:
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("kind", "num_steps"), [("normal", 3), ("prefill", 3), ("completion", 30)])
+@pytest.mark.parametrize(("kind", "num_steps"), [("normal", 3), ("completion", 30)])
 def test_an_engine_collects_at_its_kind_s_interval(kind: str, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPINFER_GC_INTERVAL_STEP", "3")
     engine = Engine(ToyRunner(20, 8, 4), EngineConfig(block_size=8, num_blocks=20, max_num_seqs=4, kind=kind))
     engine.add_request("a", [1, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     gone = weakref.ref(Node())
     steps = 0
-    while gone() is not None:
+    while gone() is not None and steps < 50:
         engine.step()
         steps += 1
     assert steps == num_steps
