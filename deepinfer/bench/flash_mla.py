@@ -1,0 +1,318 @@
+"""Sparse attention on one Hopper GPU, beside FlashMLA, gather + SDPA and separate launches, all in one run.
+
+python -m deepinfer.bench.flash_mla [--save FOLDER] [--only prefill,decode,fused]
+
+FlashMLA (package tokenspeed-flashmla) is measured where it can be imported. Medians of CUDA graph replays over several
+input sets, clocks left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.bench.results import RESULTS_DIR, Record, measured, save
+from deepinfer.kernels import ops
+from deepinfer.kernels.flash_mla.attention import fused_attention, sparse_attention
+from deepinfer.kernels.reference.cache_rows import RowFormat
+from deepinfer.kernels.reference.quant import pack_fp8_row, pack_nvfp4_row
+
+COMMAND = "python -m deepinfer.bench.flash_mla"
+PART = "4A"
+HEADS, DIM, WINDOW, SELECTED = 64, 512, 128, 512
+SCALE = DIM**-0.5
+SETS = 3  # input sets that a timing rotates among
+RING, BLOCK = 134, 128  # rows of a window ring and of a block of compressed KV
+
+Run = Callable[[], object]
+
+
+def time_us(runs: Sequence[Run], repeats: int = 15) -> float:
+    """Median microseconds of one run; `runs` do the same on different inputs, several to a graph replay."""
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    times = []
+    for _ in range(repeats + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(runs))
+    return statistics.median(times[3:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a large copy on this card, reads and writes counted."""
+    source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_us([lambda: target.copy_(source)], 9) * 1e6
+
+
+def matmul_rate() -> float:
+    """BF16 FLOP/s of a large product on random data."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / time_us([lambda: a @ b], 9) * 1e6
+
+
+def random_slots(tokens: int, count: int, rows: int) -> Tensor:
+    return torch.randint(0, rows, (tokens, count), dtype=torch.int32, device="cuda")
+
+
+# ------------------------------------------------------------------ prefill
+
+
+def attention_flops(tokens: int) -> float:
+    return tokens * HEADS * (WINDOW + SELECTED) * 4.0 * DIM
+
+
+def prefill(tokens: int = 4096, rows: int = 32768) -> list[Record]:
+    """BF16 rows, 128 of a window and 512 selected at random."""
+    ours: list[Run] = []
+    theirs: list[Run] = []
+    flash_mla = import_flash_mla()
+    for _ in range(SETS):
+        q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        kv = torch.randn(1, rows, DIM, device="cuda", dtype=torch.bfloat16)
+        sink = torch.randn(HEADS, device="cuda")
+        position = torch.arange(tokens, device="cuda", dtype=torch.int32) + rows - tokens
+        window = position.unsqueeze(1) - torch.arange(WINDOW, device="cuda", dtype=torch.int32)
+        selected = random_slots(tokens, SELECTED, rows).sort(-1).values
+        arguments = (q, kv, window.contiguous(), kv, selected, sink, SCALE)
+        ours.append(partial(sparse_attention, *arguments))
+        if flash_mla is not None:
+            indices = torch.cat((window, selected), 1).unsqueeze(1).contiguous()
+            theirs.append(partial(flash_mla.flash_mla_sparse_fwd, q, kv.view(-1, 1, DIM), indices, SCALE, DIM, sink))
+    rate = {
+        name: attention_flops(tokens) / time_us(runs) / 1e6
+        for name, runs in (("ours", ours), ("FlashMLA", theirs))
+        if runs
+    }
+    return [
+        measured(
+            "sparse prefill attention, BF16, 64 heads, 640 keys, 4,096 queries",
+            part=PART,
+            unit="TFLOP/s",
+            value=rate["ours"],
+            command=COMMAND,
+            baseline_name="FlashMLA" if theirs else None,
+            baseline_value=rate.get("FlashMLA"),
+            target=0.9 if theirs else None,
+        )
+    ]
+
+
+# ------------------------------------------------------------------ decode
+
+
+def packed_caches(sequences: int, selected_rows: int) -> tuple[Tensor, Tensor]:
+    """An FP8 ring a sequence [sequences, 134, 528] and NVFP4 blocks [blocks, 128, 288], random values."""
+    ring = pack_fp8_row(torch.randn(sequences * RING, DIM, device="cuda")).view(sequences, RING, -1)
+    latents = pack_nvfp4_row(torch.randn(selected_rows, DIM, device="cuda")).view(-1, BLOCK, 288)
+    return ring, latents
+
+
+def decode_case(batch: int, queries: int, context: int) -> tuple[Any, ...]:
+    """q, ring, window slots, latents, selected slots, sink of `queries` tokens each of `batch` sequences."""
+    tokens = batch * queries
+    ring, latents = packed_caches(batch, batch * context)
+    q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    sequence = torch.arange(batch, device="cuda", dtype=torch.int32).repeat_interleave(queries).unsqueeze(1)
+    window = sequence * RING + torch.arange(WINDOW, device="cuda", dtype=torch.int32)
+    selected = sequence * context + random_slots(tokens, SELECTED, context).sort(-1).values
+    return q, ring, window, latents, selected, torch.randn(HEADS, device="cuda")
+
+
+def decode_bytes(batch: int, queries: int) -> int:
+    """Bytes that one step must move: every row that some query of a sequence reads once, queries, outputs."""
+    window = batch * WINDOW * RowFormat.FP8.row_bytes(DIM)
+    selected = batch * queries * SELECTED * RowFormat.NVFP4.row_bytes(DIM)  # drawn apart for each query
+    return window + selected + batch * queries * HEADS * DIM * 4
+
+
+def decode(context: int = 8192) -> list[Record]:
+    """Batch 64 and 128, 1 and 6 query tokens a sequence."""
+    bandwidth, records = copy_bandwidth(), []
+    for batch, queries in ((64, 1), (128, 1), (64, 6), (128, 6)):
+        cases = [decode_case(batch, queries, context) for _ in range(SETS)]
+        ours = time_us([partial(sparse_attention, *case, SCALE) for case in cases])
+        name = f"sparse decode attention, FP8 window + NVFP4 rows, batch {batch}, {queries} query token(s)"
+        floor = decode_bytes(batch, queries) / bandwidth * 1e6
+        gathered = time_us([partial(gather_and_sdpa, *cases[0])])
+        records.append(
+            measured(
+                f"{name}, beside gather + SDPA",
+                part=PART,
+                unit="us",
+                value=ours,
+                command=COMMAND,
+                baseline_name="gather + SDPA",
+                baseline_value=gathered,
+                higher_is_better=False,
+            )
+        )
+        records.append(
+            measured(
+                f"{name}, share of copy bandwidth",
+                part=PART,
+                unit="of the copy's bytes a second",
+                value=floor / ours,
+                command=COMMAND,
+                samples=[{"floor_us": floor, "us": ours}],
+            )
+        )
+        del cases
+        theirs = flash_mla_decode(batch, queries, context)
+        if theirs is not None:
+            records.append(
+                measured(
+                    name,
+                    part=PART,
+                    unit="calls a second",
+                    value=1e6 / ours,
+                    command=COMMAND,
+                    baseline_name="FlashMLA, FP8 rows",
+                    baseline_value=1e6 / theirs,
+                    target=0.9,
+                    samples=[{"us": ours, "baseline_us": theirs}],
+                )
+            )
+    return records
+
+
+def gather_and_sdpa(q: Tensor, ring: Tensor, window: Tensor, latents: Tensor, selected: Tensor, sink: Tensor) -> Tensor:
+    """What PyTorch alone does: unpack the rows to BF16, then attention over them (without the sink)."""
+    keys = torch.cat(
+        (
+            ops.load_rows(ring, window, RowFormat.FP8, DIM, q.dtype),
+            ops.load_rows(latents, selected, RowFormat.NVFP4, DIM, q.dtype),
+        ),
+        1,
+    ).unsqueeze(1)
+    return F.scaled_dot_product_attention(q.unsqueeze(2).transpose(1, 2), keys, keys, scale=SCALE)
+
+
+# ------------------------------------------------------------------ FlashMLA
+
+
+def import_flash_mla():  # type: ignore[no-untyped-def]
+    """The module, or None where it is not installed."""
+    try:
+        import flash_mla
+
+        return flash_mla
+    except ImportError:
+        return None
+
+
+def flash_mla_cache(rows: int, page: int = 64) -> Tensor:
+    """A cache of its rows of 584 bytes: 448 of E4M3, 64 BF16, 8 scales at the end of the page; random values."""
+    pages, stride = rows // page, -(-page * 584 // 576) * 576
+    raw = torch.randint(0, 256, (pages, stride), device="cuda", dtype=torch.uint8) & 0xBF  # no NaN, values below 2
+    raw[:, page * 576 :] = 127  # scales of 1
+    return raw[:, : page * 584].view(pages, page, 1, 584).view(torch.float8_e4m3fn)
+
+
+def flash_mla_decode(batch: int, queries: int, context: int) -> float | None:
+    """Microseconds of FlashMLA's FP8 decode over a window and selected rows in one softmax."""
+    flash_mla = import_flash_mla()
+    if flash_mla is None:
+        return None
+    runs: list[Run] = []
+    for _ in range(SETS):
+        q = torch.randn(batch, queries, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        window, main = flash_mla_cache(batch * 128), flash_mla_cache(batch * context)
+        sequence = torch.arange(batch, device="cuda", dtype=torch.int32).view(-1, 1, 1)
+        near = (sequence * 128 + torch.arange(WINDOW, device="cuda", dtype=torch.int32)).expand(-1, queries, -1)
+        far = random_slots(batch * queries, SELECTED, context).view(batch, queries, -1) + sequence * context
+        sink, plan = torch.randn(HEADS, device="cuda"), flash_mla.get_mla_metadata()[0]
+        run = partial(flash_mla.flash_mla_with_kvcache, q, window, None, None, DIM, plan, softmax_scale=SCALE)
+        indices = {"indices": near.contiguous(), "extra_indices_in_kvcache": far.contiguous()}
+        runs.append(partial(run, is_fp8_kvcache=True, attn_sink=sink, extra_k_cache=main, **indices))
+    return time_us(runs)
+
+
+# ------------------------------------------------------------------ fused
+
+
+def fused(context: int = 8192) -> list[Record]:
+    """Query norm, RoPE, attention, inverse RoPE and the FP8 cast in one launch, against five in a graph."""
+    records = []
+    for batch, queries in ((64, 1), (128, 1), (128, 6)):
+        together: list[Run] = []
+        apart: list[Run] = []
+        for _ in range(SETS):
+            q, *caches = decode_case(batch, queries, context)
+            angle = torch.rand(q.shape[0], 32, device="cuda") * 6.28
+            cos, sin = angle.cos(), angle.sin()
+            weight = torch.ones(DIM, device="cuda", dtype=torch.bfloat16)
+            rows = torch.empty(1, q.shape[0] * HEADS, RowFormat.FP8.row_bytes(DIM), device="cuda", dtype=torch.uint8)
+            slots = torch.arange(q.shape[0] * HEADS, device="cuda", dtype=torch.int32)
+
+            apart.append(partial(separate_steps, q, cos, sin, weight, rows, slots, caches))
+            together.append(partial(fused_attention, q, cos, sin, *caches, SCALE, True))
+        records.append(
+            measured(
+                f"norm, RoPE, attention, RoPE and FP8 cast in one launch, batch {batch}, {queries} query token(s)",
+                part=PART,
+                unit="calls a second",
+                value=1e6 / time_us(together),
+                command=COMMAND,
+                baseline_name="five launches in a graph",
+                baseline_value=1e6 / time_us(apart),
+                target=1.15,
+            )
+        )
+    return records
+
+
+def separate_steps(
+    q: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, rows: Tensor, slots: Tensor, caches: Sequence[Any]
+) -> None:
+    """The same steps one launch each; the cast writes FP8 rows with their scales."""
+    q = ops.rope(ops.rms_norm(q, weight, 1e-20), cos, sin, False)
+    o = ops.rope(sparse_attention(q, *caches, SCALE), cos, sin, True)
+    ops.store_rows(rows, slots, o.flatten(0, 1), RowFormat.FP8)
+
+
+SECTIONS: dict[str, Callable[[], list[Record]]] = {"prefill": prefill, "decode": decode, "fused": fused}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print what is measured, and save it with --save."""
+    parser = argparse.ArgumentParser(prog=COMMAND)
+    parser.add_argument("--save", type=Path, nargs="?", const=RESULTS_DIR, help="folder for flash_mla.json")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="prefill, decode, fused")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise ValueError("bench flash_mla needs a CUDA device")
+    torch.manual_seed(0)
+    print(f"copy {copy_bandwidth() / 1e12:.2f} TB/s, BF16 {matmul_rate() / 1e12:.0f} TFLOP/s", flush=True)
+    for name in options.only.split(","):
+        if name not in SECTIONS:
+            raise ValueError(f"--only is {name!r}, allowed: {', '.join(SECTIONS)}")
+        records = SECTIONS[name]()
+        for record in records:
+            beside = (
+                f"  {record.baseline_name} {record.baseline_value:.4g}, {record.ratio:.3f} x" if record.ratio else ""
+            )
+            print(f"{record.name}: {record.value:.4g} {record.unit}{beside}", flush=True)
+        if options.save:
+            save("flash_mla", records, options.save)
+
+
+if __name__ == "__main__":
+    main()
