@@ -1,5 +1,7 @@
 """The operations the models call. Importing this registers every backend that this machine can run."""
 
+from importlib.util import find_spec
+
 import torch
 
 from deepinfer.kernels import cpu, registry  # cpu registers its backends
@@ -11,6 +13,9 @@ from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, h
 from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, mask_to_candidates, top_k_positions
 from deepinfer.kernels.reference.moe import moe_experts, moe_experts_fp4, moe_gate
 from deepinfer.kernels.reference.sampling import draw_tokens
+
+if torch.cuda.is_available() and find_spec("triton") is not None:
+    from deepinfer.kernels import cuda  # noqa: F401  (registers its backends)
 
 __all__ = [
     "RowFormat",

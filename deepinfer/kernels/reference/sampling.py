@@ -76,8 +76,10 @@ def _draw(
     counters: Tensor,
 ) -> Tensor:
     """One token [G] among the `width` largest logits of each row [G, V]."""
-    # Through the index map of top-k if it drops any token.
-    values, ids = logits.topk(width, sorted=False) if width < logits.shape[1] else (logits, None)
+    values, ids = logits, None
+    if width < logits.shape[1]:  # draw through the index map of top-k, in the order of the vocabulary
+        ids = logits.topk(width, sorted=False).indices.sort().values
+        values = logits.gather(1, ids)
     # A temperature that float32 rounds to zero would divide 0 by 0.
     temperature = temperature.clamp_min(TINY).to(logits.dtype)[:, None]
     weights = (values - largest).div_(temperature).exp_()  # unnormalised; the most likely token weighs 1

@@ -1,0 +1,136 @@
+"""Store, load and round trip of cache rows: one program a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.cuda.common import covered
+from deepinfer.kernels.cuda.formats import (
+    FP8,
+    KINDS,
+    PLAIN,
+    e2m1_code,
+    e2m1_value,
+    e4m3_byte,
+    e4m3_value,
+    group_scale,
+    load_row_values,
+    over_scale,
+)
+from deepinfer.kernels.reference import cache_rows  # noqa: F401  (defines the operations)
+from deepinfer.kernels.reference.cache_rows import RowFormat
+from deepinfer.kernels.registry import backend
+
+GROUP = {RowFormat.FP8: 32, RowFormat.MXFP4: 32, RowFormat.NVFP4: 16}
+
+
+def cache_kind(cache: Tensor, row_format: RowFormat) -> int | None:
+    """KIND of the kernels for a cache; None if they cannot read it."""
+    if cache.stride(-1) != 1 or cache.dtype not in (torch.uint8, torch.float32, torch.bfloat16):
+        return None
+    return KINDS[row_format] if cache.dtype == torch.uint8 else 0
+
+
+@triton.jit
+def _store(
+    cache, slots, values, values_stride, page_size, page_stride, row_stride, dim,
+    KIND: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    target = cache + (slot // page_size) * page_stride + (slot % page_size) * row_stride
+    group = tl.arange(0, GROUPS)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = at < dim
+    x = tl.load(values + row * values_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if KIND == PLAIN:
+        tl.store(target + at, x.to(cache.dtype.element_ty), mask=inside)
+    else:
+        byte, scale = group_scale(x, KIND)
+        x = over_scale(x, scale)
+        first = dim if KIND == FP8 else dim // 2
+        tl.store(target + first + group, byte.to(tl.uint8), mask=group * GROUP < dim)
+        if KIND == FP8:
+            tl.store(target + at, e4m3_byte(x), mask=inside)
+        else:
+            low, high = tl.split(tl.reshape(e2m1_code(x), (GROUPS, GROUP // 2, 2)))
+            pair = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+            tl.store(target + pair, (low | (high << 4)).to(tl.uint8), mask=pair * 2 < dim)
+
+
+@backend("store_rows", "cuda")
+def store_rows(cache: Tensor, slots: Tensor, values: Tensor, row_format: RowFormat) -> None:
+    kind, dim, group = cache_kind(cache, row_format), values.shape[-1], GROUP[row_format]
+    if kind is None or not covered(values) or (kind and dim % group):
+        return NotImplemented
+    if values.stride(-1) != 1:
+        values = values.contiguous()
+    _store[(values.shape[0],)](
+        cache, slots.contiguous(), values, values.stride(0), cache.shape[1], cache.stride(0), cache.stride(1), dim,
+        KIND=kind, GROUPS=triton.next_power_of_2(triton.cdiv(dim, group)), GROUP=group, num_warps=2,
+    )  # fmt: skip
+    return None
+
+
+@triton.jit
+def _load(
+    cache, slots, out, page_size, page_stride, row_stride, dim, KIND: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.maximum(tl.load(slots + row).to(tl.int64), 0)
+    source = cache + (slot // page_size) * page_stride + (slot % page_size) * row_stride
+    column = tl.arange(0, BLOCK)
+    value = load_row_values(source, column < dim, column, dim, KIND)
+    tl.store(out + row * dim + column, value.to(out.dtype.element_ty), mask=column < dim)
+
+
+@backend("load_rows", "cuda")
+def load_rows(cache: Tensor, slots: Tensor, row_format: RowFormat, dim: int, dtype: torch.dtype) -> Tensor:
+    kind = cache_kind(cache, row_format)
+    if kind is None or dtype not in (torch.float32, torch.bfloat16):
+        return NotImplemented
+    out = torch.empty(*slots.shape, dim, dtype=dtype, device=cache.device)
+    _load[(slots.numel(),)](
+        cache, slots.contiguous(), out, cache.shape[1], cache.stride(0), cache.stride(1), dim,
+        KIND=kind, BLOCK=triton.next_power_of_2(dim), num_warps=2,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _round_trip(values, out, groups, KIND: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = (group < groups)[:, None]
+    x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    _, scale = group_scale(x, KIND)
+    ratio = over_scale(x, scale)
+    if KIND == FP8:
+        ratio = e4m3_value(e4m3_byte(ratio))
+    else:
+        ratio = e2m1_value(e2m1_code(ratio))
+    tl.store(out + at, (ratio * scale[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+def fp8_round_trip(values: Tensor) -> Tensor:
+    """E4M3 with a power-of-two scale per 32 values, as `quant.fp8_round_trip`; values contiguous."""
+    return _round_trip_groups(values, RowFormat.FP8)
+
+
+def _round_trip_groups(values: Tensor, row_format: RowFormat) -> Tensor:
+    group = GROUP[row_format]
+    values = values.contiguous()
+    out = torch.empty_like(values)
+    groups = values.numel() // group
+    _round_trip[(triton.cdiv(groups, 64),)](values, out, groups, KIND=KINDS[row_format], GROUPS=64, GROUP=group)
+    return out
+
+
+@backend("round_trip_rows", "cuda")
+def round_trip_rows(values: Tensor, cache: Tensor, row_format: RowFormat) -> Tensor:
+    if cache.dtype is not torch.uint8 or not covered(values) or values.shape[-1] % GROUP[row_format]:
+        return NotImplemented  # a cast or two
+    return _round_trip_groups(values, row_format)
