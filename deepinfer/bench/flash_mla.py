@@ -126,14 +126,14 @@ def packed_caches(sequences: int, selected_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_case(batch: int, queries: int, context: int) -> tuple[Any, ...]:
-    """q, ring, window slots, latents, selected slots, sink of `queries` tokens each of `batch` sequences."""
+    """Arguments of `sparse_attention` for `queries` tokens each of `batch` sequences."""
     tokens = batch * queries
     ring, latents = packed_caches(batch, batch * context)
     q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     sequence = torch.arange(batch, device="cuda", dtype=torch.int32).repeat_interleave(queries).unsqueeze(1)
     window = sequence * RING + torch.arange(WINDOW, device="cuda", dtype=torch.int32)
     selected = sequence * context + random_slots(tokens, SELECTED, context).sort(-1).values
-    return q, ring, window, latents, selected, torch.randn(HEADS, device="cuda")
+    return q, ring, window, latents, selected, torch.randn(HEADS, device="cuda"), SCALE
 
 
 def decode_bytes(batch: int, queries: int) -> int:
@@ -148,7 +148,7 @@ def decode(context: int = 8192) -> list[Record]:
     bandwidth, records = copy_bandwidth(), []
     for batch, queries in ((64, 1), (128, 1), (64, 6), (128, 6)):
         cases = [decode_case(batch, queries, context) for _ in range(SETS)]
-        ours = time_us([partial(sparse_attention, *case, SCALE) for case in cases])
+        ours = time_us([partial(sparse_attention, *case) for case in cases])
         name = f"sparse decode attention, FP8 window + NVFP4 rows, batch {batch}, {queries} query token(s)"
         floor = decode_bytes(batch, queries) / bandwidth * 1e6
         gathered = time_us([partial(gather_and_sdpa, *cases[0])])
@@ -193,7 +193,9 @@ def decode(context: int = 8192) -> list[Record]:
     return records
 
 
-def gather_and_sdpa(q: Tensor, ring: Tensor, window: Tensor, latents: Tensor, selected: Tensor, sink: Tensor) -> Tensor:
+def gather_and_sdpa(
+    q: Tensor, ring: Tensor, window: Tensor, latents: Tensor, selected: Tensor, sink: Tensor, scale: float
+) -> Tensor:
     """What PyTorch alone does: unpack the rows to BF16, then attention over them (without the sink)."""
     keys = torch.cat(
         (
@@ -202,7 +204,7 @@ def gather_and_sdpa(q: Tensor, ring: Tensor, window: Tensor, latents: Tensor, se
         ),
         1,
     ).unsqueeze(1)
-    return F.scaled_dot_product_attention(q.unsqueeze(2).transpose(1, 2), keys, keys, scale=SCALE)
+    return F.scaled_dot_product_attention(q.unsqueeze(2).transpose(1, 2), keys, keys, scale=scale)
 
 
 # ------------------------------------------------------------------ FlashMLA
@@ -263,7 +265,7 @@ def fused(context: int = 8192) -> list[Record]:
             slots = torch.arange(q.shape[0] * HEADS, device="cuda", dtype=torch.int32)
 
             apart.append(partial(separate_steps, q, cos, sin, weight, rows, slots, caches))
-            together.append(partial(fused_attention, q, cos, sin, *caches, SCALE, True))
+            together.append(partial(fused_attention, q, cos, sin, *caches, q_norm=True))
         records.append(
             measured(
                 f"norm, RoPE, attention, RoPE and FP8 cast in one launch, batch {batch}, {queries} query token(s)",
@@ -284,7 +286,7 @@ def separate_steps(
 ) -> None:
     """The same steps one launch each; the cast writes FP8 rows with their scales."""
     q = ops.rope(ops.rms_norm(q, weight, 1e-20), cos, sin, False)
-    o = ops.rope(sparse_attention(q, *caches, SCALE), cos, sin, True)
+    o = ops.rope(sparse_attention(q, *caches), cos, sin, True)
     ops.store_rows(rows, slots, o.flatten(0, 1), RowFormat.FP8)
 
 
