@@ -236,7 +236,9 @@ def test_captured_in_a_graph():
 def test_fused_agrees_with_the_steps_in_float64(tokens, q_norm):
     case = make_case(12 + tokens, tokens, 64, 128, 512, kinds=("packed", "packed"))
     angle = torch.rand(tokens, 32, device="cuda", dtype=torch.float64) * 6.28
-    values, scales = fused_attention(case.q, angle.cos().float(), angle.sin().float(), *case.arguments[1:], q_norm)
+    values, scales = fused_attention(
+        case.q, angle.cos().float(), angle.sin().float(), *case.arguments[1:], q_norm=q_norm
+    )
     q = case.q.double()
     if q_norm:
         q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-20)

@@ -71,6 +71,7 @@ def fused_attention(
     latent_slots: Tensor | None,
     sink: Tensor,
     scale: float,
+    *,
     q_norm: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Query norm, query RoPE, attention, inverse RoPE of the output and its cast to FP8, in one launch.
