@@ -26,7 +26,7 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
 from deepinfer.engine.chunking import image_spans
 from deepinfer.engine.deadlines import Deadlines
-from deepinfer.engine.model_inputs import build_model_inputs, decoder_start, to_device
+from deepinfer.engine.model_inputs import build_model_inputs, decoder_start
 from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
@@ -38,6 +38,7 @@ from deepinfer.outputs import CompletionOutput, EngineStats, FinishReason, Reque
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.random import completion_seed
 from deepinfer.sampling.sampler import LaunchedSample, SamplerOutput, launch_sample
+from deepinfer.sampling.transfer import upload
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class Runner(Protocol):
 
     `num_blocks` counts the null block. The state of a sequence is reset when a step starts it at position 0.
     For statistics a runner may also have `flops`, a FlopsEstimator, and `expert_counts`, int [layers, experts]: the
-    tokens of each expert in the latest step. A runner for prompts with images has `image_token_id`.
+    tokens of each expert in the latest step. A runner for prompts with images has `image_token_id`. One that replays
+    decode steps has `graphs`, DecodeGraphs, whose buffers their inputs are written to.
     """
 
     vocab_size: int
@@ -261,7 +263,8 @@ class Engine:
             sequences = batch.sampled
         try:
             with scope("inputs"):
-                inputs = build_model_inputs(batch, self.config, self._latest_tokens)
+                graphs = getattr(self.runner, "graphs", None)
+                inputs = build_model_inputs(batch, self.config, self._latest_tokens, graphs)
             start = time.monotonic()
             with scope("forward"):
                 logits = self.runner.run(inputs)
@@ -271,7 +274,8 @@ class Engine:
             self.num_prompt_tokens += sum(s.num_prompt_tokens for s in sequences if s.num_output_tokens == 0)
         token_slots = inputs.state_slots
         if len(sequences) < len(batch.sequences):
-            token_slots = to_device(np.array([s.state_slot for s in sequences], np.int32), self.config.device)
+            slots = np.array([s.state_slot for s in sequences], np.int32)
+            token_slots = upload(slots, torch.device(self.config.device))
         starts = np.array([seq.num_computed for seq in batch.sequences])
         self.scheduler.advance(batch)
         return LaunchedStep(batch, sequences, token_slots, logits, starts, (start, time.monotonic())), []

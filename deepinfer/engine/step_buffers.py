@@ -1,12 +1,13 @@
-"""Stable buffers of padded decode steps: where a CUDA graph reads its inputs.
+"""Inputs of a step packed into one buffer, which one copy brings to the device; the stable one that CUDA graphs read.
 
-All inputs of a step lie in one buffer, so that one copy brings them to the device. Every shape has its own layout of
-the same memory: steps are in stream order, so the next one is written only after the last one has been read.
+Every shape of a padded decode step has its own layout of the same device memory: steps are in stream order, so the next
+one is written only after the last one has been read. On the host each step gets a pinned block of its own, which
+PyTorch keeps for reuse and hands out again only when the copy out of it is done: the host may be steps ahead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +31,25 @@ def packed_views(buffer: Tensor, parts: list[tuple[torch.dtype, tuple[int, ...]]
         views.append(buffer[offset : offset + size].view(dtype).view(shape))
         offset += packed_size([size])
     return views
+
+
+def upload_packed(arrays: list[np.ndarray], device: torch.device, destination: Tensor | None = None) -> list[Tensor]:
+    """The arrays on the device, through one copy that the host does not wait for.
+
+    Into `destination` uint8 [at least packed_size bytes] there, or new memory. On a CPU new memory is the arrays' own.
+    """
+    if destination is None and device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    tensors = [torch.from_numpy(array) for array in arrays]
+    parts = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    size = packed_size([array.nbytes for array in arrays])
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    for view, tensor in zip(packed_views(host, parts), tensors, strict=True):
+        view.copy_(tensor)
+    if destination is None:
+        destination = torch.empty(size, dtype=torch.uint8, device=device)
+    destination[:size].copy_(host, non_blocking=True)
+    return packed_views(destination, parts)
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,20 @@ class StepBuffers:
         return ModelInputs(
             False, token_ids, positions, query_start, context_lens, block_tables, state_slots, logits_rows
         )
+
+
+def first_rows(inputs: ModelInputs, num_rows: int) -> ModelInputs:
+    """A decode step of the first sequences only, in the same memory."""
+    return replace(
+        inputs,
+        token_ids=inputs.token_ids[:num_rows],
+        positions=inputs.positions[:num_rows],
+        query_start=inputs.query_start[: num_rows + 1],
+        context_lens=inputs.context_lens[:num_rows],
+        block_tables=inputs.block_tables[:num_rows],
+        state_slots=inputs.state_slots[:num_rows],
+        logits_rows=inputs.logits_rows[:num_rows],
+    )
 
 
 def pad_inputs(inputs: ModelInputs, padded: ModelInputs) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.cuda_graph import DecodeGraphs, batch_sizes, step_shapes, table_widths
+from deepinfer.engine.model_inputs import build_model_inputs
 from deepinfer.engine.runner import ModelRunner
-from deepinfer.engine.step_buffers import StepBuffers, StepShape, packed_views
+from deepinfer.engine.scheduler import ScheduledBatch
+from deepinfer.engine.sequence import Sequence
+from deepinfer.engine.step_buffers import StepBuffers, StepShape, packed_views, pad_inputs
 from deepinfer.models.inputs import ModelInputs
+from deepinfer.outputs import RequestMetrics
+from deepinfer.params import SamplingParams
 from tests.engine.test_engine_matches_reference import Arrival, model, run, workloads
 
 
@@ -118,6 +123,42 @@ def test_padded_steps_give_the_same_tokens(workload: tuple[list[Arrival], Engine
     padded = replace(config, cuda_graphs=True, cudagraph_batch_size_interval=interval)
     assert ModelRunner(model(), padded).graphs is not None
     assert run(arrivals, padded) == run(arrivals, config)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.data())
+def test_a_decode_batch_is_written_where_the_graph_reads_it(lengths: list[int], data: st.DataObject) -> None:
+    """The same inputs, packed and padded in the stable buffers, as in tensors of their own."""
+    config = EngineConfig(block_size=2, max_num_seqs=16)
+    sequences = []
+    for number, length in enumerate(lengths):
+        seq = Sequence("r", 0, number, list(range(1, length + 1)), SamplingParams(), 0, RequestMetrics(0.0))
+        seq.num_pending = data.draw(st.integers(0, 1))
+        seq.num_computed = len(seq) + seq.num_pending - 1
+        seq.state_slot = number + 1
+        seq.block_table.extend(range(10 * number + 1, 10 * number + 1 + -(-seq.num_tokens // 2)))
+        sequences.append(seq)
+    batch = ScheduledBatch(sequences, [1] * len(sequences), is_prefill=False)
+    latest = torch.arange(17) * 100
+    graphs = graphs_over(None, max_blocks=40)
+    graphs.buffers.storage.fill_(0x55)
+    alone = build_model_inputs(batch, config, latest)
+    stable = build_model_inputs(batch, config, latest, graphs)
+    expected = [latest[s.state_slot].item() if s.num_pending else s.token_ids[-1] for s in sequences]
+    assert alone.token_ids.tolist() == expected
+    assert alone.context_lens.tolist() == [s.num_tokens for s in sequences]
+    width = alone.block_tables.shape[1]
+    assert torch.equal(stable.block_tables[:, :width], alone.block_tables)
+    for field in fields(ModelInputs):
+        got = getattr(stable, field.name)
+        if isinstance(got, torch.Tensor) and field.name != "block_tables":
+            assert torch.equal(got, getattr(alone, field.name)) and got.dtype == getattr(alone, field.name).dtype
+    shape = graphs.shape_of(*alone.block_tables.shape)
+    padded = graphs.inputs[shape]
+    assert stable.block_tables.data_ptr() == padded.block_tables.data_ptr()  # graphs.run copies nothing
+    again = StepBuffers(shape, "cpu").inputs(shape)
+    pad_inputs(alone, again)
+    for name in ("token_ids", "positions", "context_lens", "state_slots", "block_tables"):
+        assert torch.equal(getattr(padded, name), getattr(again, name)), name
 
 
 def test_graphs_are_off_on_a_cpu_unless_asked_for() -> None:
