@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,17 @@ from torch import Tensor
 from deepinfer.bench.results import Record, measured
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.output_pool import NewOutputs, RequestOutputPool
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.plan import load_plan_config
 from deepinfer.observability.flops import FlopsEstimator
+from deepinfer.outputs import RequestMetrics
 from deepinfer.params import SamplingParams
 
 TARGET_MS = 1.0
 PARTS = ("schedule", "inputs", "postprocess", "observe")  # the sampler runs where the logits are: reported apart
 PROMPT_LEN = 512
+MAKERS = (NewOutputs, RequestOutputPool)
 
 
 class NoModel:
@@ -71,6 +75,19 @@ def step_cost(num_seqs: int, num_steps: int, params: SamplingParams, vocab_size:
     for number in range(num_seqs):
         engine.abort_request(str(number))
     return StepCost({name: times[name].median * 1e3 for name in (*PARTS, "sample")})
+
+
+def assembly_microseconds(make: NewOutputs, num_seqs: int, num_steps: int) -> float:
+    """Median microseconds of making one step's outputs, one token of each of `num_seqs` requests."""
+    ids, prompt, metrics = [str(number) for number in range(num_seqs)], [5], RequestMetrics(0.0)
+    samples, outputs = [], []
+    for _ in range(num_steps):
+        start = time.perf_counter_ns()
+        make.next_round()
+        outputs = [make.output(i, prompt, make.completion(0, 7, None, None, None), metrics) for i in ids]
+        samples.append(time.perf_counter_ns() - start)
+    assert len(outputs) == num_seqs
+    return statistics.median(samples) / 1e3
 
 
 @dataclass
@@ -163,6 +180,23 @@ def measure(num_seqs: int, num_steps: int, repeats: int, growth_steps: int, comm
                 command=command,
             )  # fmt: skip
         )
+    pairs = [[assembly_microseconds(make(), num_seqs, num_steps) for make in MAKERS] for _ in range(repeats)]
+    new, pooled = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(f"making the outputs of a step: {new:.1f} us, from a pool {pooled:.1f} us")
+    records.append(
+        measured(
+            f"outputs of a step from RequestOutputPool ({num_seqs} sequences)",
+            part="2",
+            unit="us",
+            value=pooled,
+            baseline_name="new objects",
+            baseline_value=new,
+            target=1.0,
+            higher_is_better=False,
+            samples=pairs,
+            command=command,
+        )
+    )
     if growth_steps:
         samples = steady_load(num_seqs, growth_steps, num_samples=40)
         traced, resident = growth(samples)

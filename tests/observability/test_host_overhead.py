@@ -52,6 +52,6 @@ def test_records_are_written(tmp_path: Path) -> None:
     records = host_overhead.measure(num_seqs=4, num_steps=20, repeats=1, growth_steps=200, command="c")
     path = results.save("host_overhead", records, tmp_path)
     saved = json.loads(path.read_text())
-    assert len(saved) == 6 and {record["part"] for record in saved} == {"2"}
+    assert len(saved) == 7 and {record["part"] for record in saved} == {"2"}
     first = next(record for record in saved if record["name"].startswith("decode step"))
     assert first["target"] == 1.0 and not first["higher_is_better"] and first["value"] == first["samples"][0]
