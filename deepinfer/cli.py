@@ -10,7 +10,7 @@ import sys
 import typer
 
 from deepinfer import envs
-from deepinfer.commands import bench, chat, doctor, generate, kernels, plan, recipe, serve
+from deepinfer.commands import bench, chat, doctor, generate, kernels, plan, recipe, run_batch, serve
 from deepinfer.commands.options import examples
 
 app = typer.Typer(
@@ -58,6 +58,7 @@ def version() -> None:
 generate.register(app)
 chat.register(app)
 serve.register(app)
+run_batch.register(app)
 doctor.register(app)
 plan.register(app)
 app.add_typer(bench.app, name="bench")

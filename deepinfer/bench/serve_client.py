@@ -90,7 +90,7 @@ class _Failure(Exception):
     """(kind, message) of a request that the server answered wrongly."""
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[str]:
+async def events(response: httpx.Response) -> AsyncIterator[str]:
     """Data of each server-sent event."""
     rest = b""
     async for block in response.aiter_bytes():
@@ -115,7 +115,7 @@ async def _stream(http: httpx.AsyncClient, url: str, body: bytes, sample: Sample
     async with http.stream("POST", url, content=body, headers=headers) as response:
         if response.status_code != 200:
             raise _Failure(f"HTTP {response.status_code}", error_message(await response.aread()))
-        async for data in _events(response):
+        async for data in events(response):
             now = perf_counter() - begun
             if data == "[DONE]":
                 done = True

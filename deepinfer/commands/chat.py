@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import sys
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -28,26 +29,27 @@ def register(app: typer.Typer) -> None:
             "deepinfer chat",
             "deepinfer chat --quick 'hi' --stats",
             "deepinfer chat --system 'Answer in one sentence.' --thinking",
+            "deepinfer chat --url http://localhost:8000/v1",
         ),
     )(chat)
 
 
+@options.takes(sampling=options.SAMPLING, engine=options.ENGINE)
 def chat(
     model: options.Model = "nano",
+    url: Annotated[
+        str | None, typer.Option(help="Talk to the server there instead, e.g. http://localhost:8000/v1.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=["DEEPINFER_API_KEY", "OPENAI_API_KEY"], help="Key for --url.")
+    ] = None,
     quick: Annotated[str | None, typer.Option("--quick", "-q", help="Ask this one question and leave.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: Annotated[str | None, typer.Option("--system", "--system-prompt", help="System message.")] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Let the model think before it answers.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print TTFT and tokens a second after each answer.")] = False,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = 0.7,
-    top_p: options.TopP = 0.95,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_dtype: options.KvCacheDtype = None,
-    device: options.Device = None,
+    *,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
     """Chat with a model in the terminal, or ask one question with --quick."""
     if quick is not None and not quick.strip():
@@ -59,31 +61,51 @@ def chat(
             check_unicode([text or ""])
         except ValueError as error:
             raise ValueError(f"{option}: {error}") from None
-    params = options.make_sampling_params(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
-    config = options.make_engine_config(max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, device=device)
-    with options.running_engine(model, config) as engine:
-        session = Session(engine, params, thinking, stats, system)
-        if quick is not None:
-            session.ask(quick)
-        else:
-            session.loop()
+    if url is not None:
+        from deepinfer.commands.remote import RemoteModel
+
+        params = options.make_sampling_params(**sampling)
+        with RemoteModel(url, api_key, params, thinking) as remote:
+            talk(Session(remote, stats, system), quick)
+        return
+    params = options.make_sampling_params(**options.with_defaults(sampling, model))
+    with options.running_engine(model, options.make_engine_config(**engine)) as text_engine:
+        talk(Session(LocalModel(text_engine, params, thinking), stats, system), quick)
+
+
+def talk(session: Session, quick: str | None) -> None:
+    """One question, or as many as the user has."""
+    if quick is not None:
+        session.ask(quick)
+    else:
+        session.loop()
+
+
+@dataclass
+class Said:
+    """A piece of an answer; `tokens` that it brought.  The first has the number of prompt tokens if it is known."""
+
+    text: str
+    is_reasoning: bool = False
+    tokens: int = 0
+    prompt_tokens: int = 0
+
+
+class ChatModel(Protocol):
+    """What answers: LocalModel, or a server (remote.py)."""
+
+    name: str
+
+    def answer(self, messages: list[dict[str, Any]]) -> AsyncIterator[Said]:
+        """The answer to Chat Completions messages, as it comes.  Raises ValueError for what is refused."""
+        ...
 
 
 @dataclass
 class Session:
     """One conversation: `messages` are Chat Completions messages."""
 
-    engine: TextEngine
-    params: SamplingParams
-    thinking: bool
+    model: ChatModel
     stats: bool
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -99,7 +121,7 @@ class Session:
             import readline  # noqa: F401  line editing and history for input()
         except ImportError:
             pass
-        print(f"{self.engine.name}: {HELP}")
+        print(f"{self.model.name}: {HELP}")
         while True:
             try:
                 line = input("\n> ").strip()
@@ -133,30 +155,45 @@ class Session:
         self.messages.append({"role": "assistant", "content": answer})
 
     async def _answer(self) -> str:
-        from deepinfer.recipe import AnswerText, ParsingOptions, ReasoningText, encode_prompt, render_chat
-
         start = time.monotonic()
-        version = self.engine.model_version
-        prompt = encode_prompt(
-            render_chat(self.messages, thinking=self.thinking, model_version=version), self.engine.tokenizer
-        )
-        parsing = ParsingOptions(thinking_initial_stage="ReasoningStart" if self.thinking else None)
-        reader = EventReader(self.engine, parsing)
-        answer, first, count, thought = "", 0.0, 0, False
-        async for delta in self.engine.stream(prompt, self.params, reader):
-            first = first or time.monotonic()
-            count += len(delta.token_ids)
-            for event in itertools.chain(*delta.pieces):
-                if isinstance(event, ReasoningText):
-                    thought = True
-                    print(_dim(event.text), end="", flush=True)
-                elif isinstance(event, AnswerText):
-                    print(("\n\n" if thought and not answer else "") + event.text, end="", flush=True)
-                    answer += event.text
+        answer, first, prompt, count, thought = "", 0.0, 0, 0, False
+        async for said in self.model.answer(self.messages):
+            prompt = prompt or said.prompt_tokens
+            count += said.tokens
+            if said.tokens or said.text:
+                first = first or time.monotonic()
+            if said.is_reasoning:
+                thought = True
+                print(_dim(said.text), end="", flush=True)
+            elif said.text:
+                print(("\n\n" if thought and not answer else "") + said.text, end="", flush=True)
+                answer += said.text
         print()
         if self.stats:
-            print(_dim(_stats_line(len(prompt), count, first - start, time.monotonic() - first)))
+            print(_dim(_stats_line(prompt, count, first - start, time.monotonic() - first)))
         return answer
+
+
+class LocalModel:
+    """An engine in this process."""
+
+    def __init__(self, engine: TextEngine, params: SamplingParams, thinking: bool):
+        self.engine, self.params, self.thinking = engine, params, thinking
+        self.name = engine.name
+
+    async def answer(self, messages: list[dict[str, Any]]) -> AsyncIterator[Said]:
+        from deepinfer.recipe import AnswerText, ParsingOptions, ReasoningText, encode_prompt, render_chat
+
+        version = self.engine.model_version
+        prompt = encode_prompt(
+            render_chat(messages, thinking=self.thinking, model_version=version), self.engine.tokenizer
+        )
+        parsing = ParsingOptions(thinking_initial_stage="ReasoningStart" if self.thinking else None)
+        async for delta in self.engine.stream(prompt, self.params, EventReader(self.engine, parsing)):
+            yield Said("", tokens=len(delta.token_ids), prompt_tokens=len(prompt))
+            for event in itertools.chain(*delta.pieces):
+                if isinstance(event, AnswerText | ReasoningText):
+                    yield Said(event.text, isinstance(event, ReasoningText))
 
 
 class EventReader:

@@ -36,6 +36,8 @@ def register(app: typer.Typer) -> None:
     app.command(
         epilog=options.examples("deepinfer doctor", "deepinfer doctor --json"),
     )(doctor)
+    help_text = "The same as `doctor`, under vLLM's name."
+    app.command("collect-env", help=help_text, epilog=options.examples("deepinfer collect-env"))(doctor)
 
 
 def doctor(json_output: bool = typer.Option(False, "--json", help="Print the checks as JSON.")) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,36 +26,29 @@ def register(app: typer.Typer) -> None:
             "deepinfer generate --logprobs 3 --max-tokens 5 'One, two,'",
         ),
     )(generate)
+    help_text = "The same as `generate`, under vLLM's name."
+    app.command("complete", help=help_text, epilog=options.examples("deepinfer complete 'Once upon a time'"))(generate)
 
 
+@options.takes(
+    sampling=options.SAMPLING
+    | {
+        "max_tokens": (options.MaxTokens, 200),
+        "stop": (options.Stop, None),
+        "logprobs": (options.Logprobs, None),
+        "golden_token_ids": (options.GoldenTokenIds, None),
+        "n": (options.N, 1),
+    },
+    engine=options.ENGINE,
+)
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; `-` reads it from standard input.")],
     model: options.Model = "nano",
     ids: Annotated[bool, typer.Option("--ids", help="Print token IDs instead of text.")] = False,
     prompt_ids: Annotated[bool, typer.Option("--prompt-ids", help="The prompt is token IDs, comma-separated.")] = False,
-    max_tokens: options.MaxTokens = 200,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_id: options.StopTokenId = None,
-    ignore_eos: options.IgnoreEos = False,
-    min_tokens: options.MinTokens = 0,
-    logprobs: options.Logprobs = None,
-    logit_bias: options.LogitBias = None,
-    force_topk: options.ForceTopk = None,
-    golden_token_ids: options.GoldenTokenIds = None,
-    n: options.N = 1,
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_dtype: options.KvCacheDtype = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    cache_memory: options.CacheMemory = None,
+    *,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
     """Continue a text, without a chat prompt around it.  Streams to the terminal."""
     from deepinfer.recipe.tokenizer import check_unicode
@@ -67,36 +60,10 @@ def generate(
         raise ValueError(f"prompt: {error}") from None
     if not text.strip():
         raise ValueError("prompt must not be empty")
-    params = options.make_sampling_params(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop,
-        stop_token_ids=stop_token_id,
-        ignore_eos=ignore_eos,
-        min_tokens=min_tokens,
-        logprobs=logprobs,
-        logit_bias=logit_bias,
-        force_topk=force_topk,
-        golden_token_ids=golden_token_ids,
-        n=n,
-    )
-    config = options.make_engine_config(
-        max_model_len=max_model_len,
-        kv_cache_dtype=kv_cache_dtype,
-        dtype=dtype,
-        device=device,
-        cache_memory=cache_memory,
-    )
-    with options.running_engine(model, config) as engine:
-        token_ids = options.parse_numbers(text, "prompt") if prompt_ids else engine.encode(text)
-        asyncio.run(_print_answers(engine, token_ids, params, ids))
+    params = options.make_sampling_params(**options.with_defaults(sampling, model))
+    with options.running_engine(model, options.make_engine_config(**engine)) as text_engine:
+        token_ids = options.parse_numbers(text, "prompt") if prompt_ids else text_engine.encode(text)
+        asyncio.run(_print_answers(text_engine, token_ids, params, ids))
 
 
 async def _print_answers(engine: TextEngine, prompt: list[int], params: SamplingParams, ids: bool) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,19 +36,19 @@ def _engine(text: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=_ENGINE)
 
 
-Model = Annotated[str, typer.Option("--model", "-m", help="`nano` or a checkpoint folder.")]
+Model = Annotated[str, typer.Option("--model", "-m", "--model-path", help="`nano` or a checkpoint folder.")]
 
 MaxTokens = Annotated[int | None, _sampling("Most tokens to generate; default: to the end of the context.")]
-Temperature = Annotated[float, _sampling("0 is greedy.", "--temperature", "-t")]
-TopP = Annotated[float, _sampling("Keep the most likely tokens up to this mass, in (0, 1].")]
-TopK = Annotated[int, _sampling("Keep this many most likely tokens; 0 keeps all.")]
-MinP = Annotated[float, _sampling("Drop tokens below this share of the most likely one.")]
+Temperature = Annotated[float | None, _sampling("0 is greedy; default: 1, or the model's own.", "--temperature", "-t")]
+TopP = Annotated[float | None, _sampling("Keep the most likely tokens up to this mass, in (0, 1].")]
+TopK = Annotated[int | None, _sampling("Keep this many most likely tokens; 0 keeps all.")]
+MinP = Annotated[float | None, _sampling("Drop tokens below this share of the most likely one.")]
 PresencePenalty = Annotated[float, _sampling("Subtracted from every token already generated, -2 to 2.")]
 FrequencyPenalty = Annotated[float, _sampling("Subtracted once per occurrence, -2 to 2.")]
-RepetitionPenalty = Annotated[float, _sampling("Above 1 makes tokens already seen less likely.")]
+RepetitionPenalty = Annotated[float | None, _sampling("Above 1 makes tokens already seen less likely.")]
 Seed = Annotated[int | None, _sampling("Same seed, same answer.")]
 Stop = Annotated[list[str] | None, _sampling("End at this string; may be repeated.")]
-StopTokenId = Annotated[list[int] | None, _sampling("End after this token ID; may be repeated.")]
+StopTokenId = Annotated[list[int] | None, _sampling("End after this token ID; may be repeated.", "--stop-token-id")]
 IgnoreEos = Annotated[bool, _sampling("Go on after the end-of-sequence token.")]
 MinTokens = Annotated[int, _sampling("No end before this many tokens.")]
 Logprobs = Annotated[int | None, _sampling("Print log-probabilities, also of this many most likely tokens (0 to 20).")]
@@ -53,15 +57,81 @@ ForceTopk = Annotated[int | None, _sampling("Restrict the softmax to this many l
 GoldenTokenIds = Annotated[str | None, _sampling("Token IDs with commas, to take as the answer (teacher forcing).")]
 N = Annotated[int, _sampling("Number of answers.", "-n", "--n")]
 
-MaxNumSeqs = Annotated[str | None, _engine("Most sequences at the same time.")]
-MaxModelLen = Annotated[str | None, _engine("Most tokens of a sequence, e.g. 25.6k or 32K.")]
-MaxNumBatchedTokens = Annotated[str | None, _engine("Most tokens of one prefill step.")]
-PrefillChunkSize = Annotated[str | None, _engine("Most tokens of one sequence in one prefill step.")]
+# The second spelling of an option is SGLang's.
+MaxNumSeqs = Annotated[
+    str | None, _engine("Most sequences at the same time.", "--max-num-seqs", "--max-running-requests")
+]
+MaxModelLen = Annotated[
+    str | None, _engine("Most tokens of a sequence, e.g. 25.6k or 32K.", "--max-model-len", "--context-length")
+]
+MaxNumBatchedTokens = Annotated[
+    str | None, _engine("Most tokens of one prefill step.", "--max-num-batched-tokens", "--max-prefill-tokens")
+]
+PrefillChunkSize = Annotated[
+    str | None,
+    _engine("Most tokens of one sequence in one prefill step.", "--prefill-chunk-size", "--chunked-prefill-size"),
+]
 KvCacheDtype = Annotated[str | None, _engine("auto, fp32, bf16, fp8 or fp64.")]
 Dtype = Annotated[str | None, _engine("Arithmetic: auto, fp32, bf16 or fp64.")]
 Device = Annotated[str | None, _engine("Torch device, e.g. cpu or cuda.")]
-NumBlocks = Annotated[int | None, _engine("Cache blocks of 128 tokens; default: what CACHE_MEMORY holds.")]
+NumBlocks = Annotated[
+    int | None,
+    _engine(
+        "Cache blocks of 128 tokens; default: what CACHE_MEMORY holds.", "--num-blocks", "--num-gpu-blocks-override"
+    ),
+]
 CacheMemory = Annotated[str | None, _engine("Memory for the KV cache, e.g. 2GiB.")]
+
+Group = dict[str, tuple[Any, Any]]  # option -> (type, default)
+
+# What `generate` and `chat` have in common, and what both and `serve` have.
+SAMPLING: Group = {
+    "max_tokens": (MaxTokens, None),
+    "temperature": (Temperature, None),
+    "top_p": (TopP, None),
+    "top_k": (TopK, None),
+    "min_p": (MinP, None),
+    "presence_penalty": (PresencePenalty, 0.0),
+    "frequency_penalty": (FrequencyPenalty, 0.0),
+    "repetition_penalty": (RepetitionPenalty, None),
+    "seed": (Seed, None),
+    "stop_token_ids": (StopTokenId, None),
+    "ignore_eos": (IgnoreEos, False),
+    "min_tokens": (MinTokens, 0),
+    "logit_bias": (LogitBias, None),
+    "force_topk": (ForceTopk, None),
+}
+ENGINE: Group = {
+    "max_model_len": (MaxModelLen, None),
+    "kv_cache_dtype": (KvCacheDtype, None),
+    "dtype": (Dtype, None),
+    "device": (Device, None),
+    "cache_memory": (CacheMemory, None),
+}
+
+
+def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose parameter of each group's name is a dict of that group's values; users see single options."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [one for name, one in inspect.signature(command, eval_str=True).parameters.items() if name not in groups]
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for group in groups.values()
+            for name, (kind, default) in group.items()
+        ]
+
+        @functools.wraps(command)
+        def run(*args: Any, **given: Any) -> None:
+            for group, names in groups.items():
+                given[group] = {name: given.pop(name) for name in names}
+            command(*args, **given)
+
+        run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in (*own, *added)}
+        return run
+
+    return decorate
 
 
 def make_sampling_params(
@@ -86,16 +156,38 @@ def _bias(entry: str) -> tuple[int, float]:
         raise ValueError(f"--logit-bias must be TOKEN_ID:VALUE such as 42:-100, got {entry!r}") from None
 
 
+def with_defaults(sampling: dict[str, Any], model: str) -> dict[str, Any]:
+    """The values given, and where none is, those that the model's generation_config.json recommends."""
+    from deepinfer.config.generation import generation_defaults
+    from deepinfer.engine.loading import resolve_model
+
+    recommended = generation_defaults(resolve_model(model))
+    return sampling | {name: value for name, value in recommended.items() if sampling[name] is None}
+
+
 @contextmanager
 def running_engine(model: str, config: EngineConfig) -> Iterator[TextEngine]:
     """The engine of a command that generates, stopped at the end of it."""
-    from deepinfer.server.text_engine import load_text_engine
+    with waiting(f"loading {Path(model).name}"):
+        from deepinfer.server.text_engine import load_text_engine
 
-    engine = load_text_engine(model, config)
+        engine = load_text_engine(model, config)
     try:
         yield engine
     finally:
         engine.engine.close()
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on the terminal what takes a while, and remove it afterwards.  Nothing where standard error is a file."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
 
 
 def parse_numbers(text: str, field: str) -> list[int]:

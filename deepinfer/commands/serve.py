@@ -80,6 +80,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def serve(
+    model_tag: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     model: options.Model = "nano",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
@@ -92,7 +93,11 @@ def serve(
     ] = False,
     allowed_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Origin of web pages that may call the server (CORS); may be repeated; * means all."),
+        typer.Option(
+            "--allowed-origin",
+            "--allowed-origins",
+            help="Origin of web pages that may call the server (CORS); may be repeated, or a JSON list; * means all.",
+        ),
     ] = None,
     response_ttl: Annotated[
         float, typer.Option(min=0, help="Seconds that /v1/responses keeps answers, in memory; 0 keeps none.")
@@ -126,6 +131,20 @@ def serve(
         Path | None,
         typer.Option(callback=load_config, is_eager=True, exists=True, dir_okay=False, help="YAML, JSON or TOML file."),
     ] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None, typer.Option(hidden=True, help='As vLLM spells --thinking: {"thinking": true}.')
+    ] = None,
+    output_parser: Annotated[
+        list[str] | None, typer.Option("--tool-call-parser", "--reasoning-parser", hidden=True, help="The model's own.")
+    ] = None,
+    always_on: Annotated[
+        bool,
+        typer.Option(
+            "--enable-auto-tool-choice", "--enable-request-id-headers", "--enable-prompt-tokens-details",
+            "--enable-metrics", "--enable-cache-report", "--enable-server-load-tracking", hidden=True,
+            help="What other servers must be told and this one always does.",
+        ),
+    ] = False,  # fmt: skip
     max_num_seqs: options.MaxNumSeqs = None,
     max_model_len: options.MaxModelLen = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
@@ -142,6 +161,10 @@ def serve(
         raise ValueError(f"--log-level must be one of {', '.join(levels)}, got {log_level!r}")
     if not all(key.strip() for key in api_key or ()):
         raise ValueError("--api-key must not be empty")
+    if model_tag is not None and model not in ("nano", model_tag):
+        raise ValueError(f"give the model once, got {model_tag!r} and --model {model!r}")
+    thinking = thinking or wants_thinking(default_chat_template_kwargs)
+    check_parsers(output_parser or [])
     engine_config = options.make_engine_config(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -158,13 +181,13 @@ def serve(
     from deepinfer.server.launch import run_server
 
     run_server(
-        model,
+        model_tag or model,
         engine_config,
         host=host,
         port=port,
         served_model_name=served_model_name,
         api_keys=tuple(api_key or ()),
-        allowed_origins=tuple(allowed_origin or ()),
+        allowed_origins=tuple(origin for value in allowed_origin or () for origin in origins(value)),
         default_thinking=thinking,
         response_ttl=response_ttl,
         shutdown_timeout=shutdown_timeout,
@@ -176,3 +199,38 @@ def serve(
         rate_limit=rate_limit,
         max_body_bytes=parse_bytes(max_body_size, "--max-body-size"),
     )
+
+
+def wants_thinking(template_kwargs: str | None) -> bool:
+    """Whether vLLM's --default-chat-template-kwargs ask for thinking.  Raises ValueError for anything else in them."""
+    try:
+        asked = json.loads(template_kwargs or "{}")
+    except ValueError:
+        asked = None
+    known = ("thinking", "enable_thinking")
+    if not isinstance(asked, dict) or not all(key in known and isinstance(asked[key], bool) for key in asked):
+        message = f"must be a JSON object of {' or '.join(known)}, true or false, got {template_kwargs!r}"
+        raise ValueError(f"--default-chat-template-kwargs {message}")
+    return any(asked.values())
+
+
+def check_parsers(names: list[str]) -> None:
+    """Other servers must be told which parser fits a model; here it is the model's own.  Raises ValueError."""
+    from deepinfer.server.parsers import KNOWN_PARSERS
+
+    for name in names:
+        if name not in KNOWN_PARSERS:
+            raise ValueError(f"--tool-call-parser, --reasoning-parser: one of {', '.join(KNOWN_PARSERS)}, got {name!r}")
+
+
+def origins(value: str) -> list[str]:
+    """One origin, or vLLM's JSON list of them."""
+    if not value.startswith("["):
+        return [value]
+    try:
+        listed = json.loads(value)
+    except ValueError:
+        listed = [None]
+    if not all(isinstance(origin, str) for origin in listed):
+        raise ValueError(f"--allowed-origins must be an origin or a JSON list of them, got {value!r}")
+    return listed

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,55 @@ def test_thinking_goes_into_the_prompt(run: Run, checkpoint: Path) -> None:
     assert plain is not None and thinking is not None and int(thinking[1]) > int(plain[1])
 
 
+def test_generate_is_called_complete_too(run: Run, checkpoint: Path) -> None:
+    options = ("--model", str(checkpoint), "-t", "0", "--max-tokens", "5", PROMPT)
+    assert run("complete", *options).stdout == run("generate", *options).stdout
+
+
+def test_the_model_recommends_sampling_parameters(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """Greedy by generation_config.json; what is given on the command line wins; a broken file is named."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    (model / "generation_config.json").write_text('{"temperature": 0.0, "eos_token_id": 1}')
+    for command in ("generate", "chat"):
+        words = ("--max-tokens", "12", PROMPT) if command == "generate" else ("--max-tokens", "12", "-q", PROMPT)
+        recommended = run(command, "--model", str(model), *words).stdout
+        assert recommended == run(command, "--model", str(checkpoint), "-t", "0", *words).stdout
+        sampled = ("-t", "1", "--seed", "3", *words)
+        given = run(command, "--model", str(model), *sampled).stdout
+        assert given == run(command, "--model", str(checkpoint), *sampled).stdout != recommended
+        assert given == run(command, "--model", str(checkpoint), "--seed", "3", *words).stdout, "the default is 1"
+    (model / "generation_config.json").write_text("[")
+    refused = run("generate", "--model", str(model), PROMPT)
+    assert refused.returncode == 2 and "generation_config.json" in refused.stderr
+
+
+def test_a_file_of_requests(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    name, asked, answers = checkpoint.name, tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    sampling = {"model": name, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    bodies = [
+        ("/v1/completions", sampling | {"prompt": PROMPT, "return_token_ids": True, "stream": True}),
+        ("/v1/chat/completions", sampling | {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", sampling | {"prompt": PROMPT, "temperature": -1}),
+    ]
+    lines = [json.dumps({"custom_id": f"r{i}", "url": url, "body": body}) for i, (url, body) in enumerate(bodies)]
+    asked.write_text("\n\n".join(lines))
+    options = ("run-batch", "-i", str(asked), "-o", str(answers), "--model", str(checkpoint))
+    done = run(*options)
+    assert done.returncode == 1 and "2 answered, 1 failed" in done.stderr
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [entry["custom_id"] for entry in found] == ["r0", "r1", "r2"]
+    assert [entry["response"]["status_code"] for entry in found] == [200, 200, 400]
+    ids = run("generate", "--model", str(checkpoint), "-t", "0", "--max-tokens", "4", "--ignore-eos", "--ids", PROMPT)
+    assert found[0]["response"]["body"]["choices"][0]["token_ids"] == [int(part) for part in ids.stdout.split()]
+    assert found[1]["response"]["body"]["usage"]["completion_tokens"] == 4
+    assert found[2]["response"]["body"]["error"]["param"] == "temperature"
+    for line, needle in (("{", "not JSON"), ("{}", "custom_id"), ('{"custom_id": "a", "url": "/x"}', "/v1/responses")):
+        asked.write_text(lines[0] + "\n" + line)
+        refused = run(*options)
+        assert refused.returncode == 2 and "line 2" in refused.stderr and needle in refused.stderr
+
+
 def test_doctor_reports_every_group(run: Run) -> None:
     answer = run("doctor", "--json")
     checks = json.loads(answer.stdout)
@@ -92,6 +142,7 @@ def test_doctor_reports_every_group(run: Run) -> None:
     assert {check["group"] for check in checks} >= groups
     assert {check["state"] for check in checks} <= {"ok", "no", "fail"}
     assert answer.returncode == (1 if any(check["state"] == "fail" for check in checks) else 0)
+    assert json.loads(run("collect-env", "--json").stdout)
     readable = run("doctor")
     assert readable.returncode == answer.returncode and "PyTorch" in readable.stdout
 

@@ -136,3 +136,22 @@ def test_a_config_file_gives_the_options_and_the_command_line_wins(checkpoint: P
     finally:
         server.process.terminate()
         server.process.wait(timeout=60)
+
+
+def test_options_as_other_servers_spell_them(checkpoint: Path) -> None:
+    options = (
+        "--context-length", "512", "--max-running-requests", "3", "--chunked-prefill-size", "64",
+        "--allowed-origins", '["https://a.example"]', "--default-chat-template-kwargs", '{"enable_thinking": true}',
+        "--enable-auto-tool-choice", "--tool-call-parser", "deepseekv4", "--reasoning-parser", "deepseek_v4",
+        "--enable-metrics", "--served-model-name", "m",
+    )  # fmt: skip
+    server = start_server(checkpoint, *options)
+    try:
+        info = httpx.get(f"{server.url}/server_info").json()
+        assert (info["max_model_len"], info["default_thinking"]) == (512, True)
+        assert (info["engine_config"]["max_num_seqs"], info["engine_config"]["prefill_chunk_size"]) == (3, 64)
+        answer = httpx.get(f"{server.url}/v1/models", headers={"Origin": "https://a.example"})
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    finally:
+        server.process.terminate()
+        server.process.wait(timeout=30)
