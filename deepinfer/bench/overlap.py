@@ -36,6 +36,7 @@ class Load:
     prompt_len: int
     rounds: int
     steps: int  # of a round
+    cuda_graphs: bool | None = None  # as in EngineConfig
 
     @property
     def max_tokens(self) -> int:
@@ -49,6 +50,8 @@ def decoding_engine(model: Model, overlapped: bool, load: Load, device: str) -> 
         max_model_len=load.prompt_len + load.max_tokens,
         watermark=0.0,
         device=device,
+        cuda_graphs=load.cuda_graphs,
+        cudagraph_batch_size_interval=load.batch,  # other sizes are not used
         zero_overhead_scheduling=overlapped,
     )
     engine = benchmark_engine(model, config)
@@ -144,6 +147,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--prompt-len", type=int, default=128, help="tokens of a prompt (default 128)")
     parser.add_argument("--steps", type=int, default=50, help="decode steps of a round (default 50)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of both engines, alternating (default 5)")
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="launch every kernel by itself")
     parser.add_argument("--traces", type=Path, help="folder for the two traces, small and gzipped")
     parser.add_argument("--picture", type=Path, help="SVG file for the timeline of three steps")
     parser.add_argument("--quick", action="store_true", help="one short round; nothing is saved but traces and picture")
@@ -152,10 +156,12 @@ def main(arguments: list[str]) -> None:
         parser.error("--batch, --prompt-len, --steps and --rounds must be at least 1")
     command = " ".join(["deepinfer bench overlap", *arguments])
     load = Load(options.batch, options.prompt_len, options.rounds, options.steps)
+    load.cuda_graphs = False if options.no_cuda_graphs else None
     if options.quick:
         load.rounds, load.steps = 1, min(load.steps, 5)
     model = benchmark_model(options.model, options.device, options.synthetic, options.layers, options.experts)
-    records, timelines = measure(model, model_name(options), load, options.device, command)
+    name = model_name(options) + (", without CUDA graphs" if options.no_cuda_graphs else "")
+    records, timelines = measure(model, name, load, options.device, command)
     for record in records:
         ratio = "" if record.ratio is None else f", {record.ratio:.3f} x {record.baseline_name}"
         print(f"{record.name}: {record.value:,.4g} {record.unit}{ratio}")
