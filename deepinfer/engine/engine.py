@@ -113,7 +113,8 @@ class Engine:
         self._last_read = 0.0  # when the tokens of the latest step were read
         self._seeds = np.random.default_rng(config.seed)
         gc_factor = 10 if config.kind == "completion" else 1  # nobody waits for a single token there
-        self.observer = Observer(config.device, getattr(runner, "flops", None), gc_factor)
+        part_times = getattr(runner, "part_times", dict)
+        self.observer = Observer(config.device, getattr(runner, "flops", None), gc_factor, part_times)
         self._observing = True
         self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")
 
@@ -320,7 +321,7 @@ class Engine:
         self.scheduler.prefill_cost.observe(step.starts.tolist(), step.batch.num_tokens, 1e3 * (end - start))
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
+        scheduler, graphs = self.scheduler, getattr(self.runner, "graphs", None)
         return EngineStats(
             num_waiting=len(scheduler.waiting),
             num_running=scheduler.slots.num_slots - scheduler.slots.num_free,
@@ -329,6 +330,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
+            cuda_graph_seconds=0.0 if graphs is None else graphs.capture_seconds,
+            cuda_graph_bytes=0 if graphs is None else graphs.capture_bytes,
         )
 
     def _step_stats(self, step: LaunchedStep) -> StepStats:

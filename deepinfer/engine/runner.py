@@ -21,6 +21,7 @@ from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.registry import Model, load_model
 from deepinfer.observability.flops import FlopsEstimator
+from deepinfer.observability.timers import ScopeTime
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,12 @@ class ModelRunner:
             sizes = (context_len, self.config.block_size, self.num_blocks, self.vocab_size)
             self._decode_curve = load_or_measure(key, lambda: graphs.step_times(*sizes))
         return self._decode_curve
+
+    def part_times(self) -> dict[str, ScopeTime]:
+        """Device times of the parts of replayed decode steps, where DEEPINFER_TIMERS is on; never waits."""
+        if self.graphs is None:
+            return {}
+        return {f"decode {name}": time for name, time in self.graphs.read_part_times().summary().items()}
 
     def _set_mark(self, mark: Callable[[str], None] | None) -> None:
         self.model.mark = mark

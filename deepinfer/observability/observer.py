@@ -12,7 +12,7 @@ from deepinfer.observability.memory import CollectorHold
 from deepinfer.observability.peak import peak_flops
 from deepinfer.observability.profiler import ProfilerServer, TraceCapture
 from deepinfer.observability.stats import StatsLogger, StepStats, logger
-from deepinfer.observability.timers import CPUTimer
+from deepinfer.observability.timers import CPUTimer, ScopeTime
 
 
 class Observer:
@@ -22,11 +22,19 @@ class Observer:
         device: torch device of the model, for its peak FLOP/s.
         flops: counts FLOPs of steps; None where the model has no estimator.
         gc_factor: multiplies DEEPINFER_GC_INTERVAL_STEP.
+        part_times: device times of the parts of decode steps, by name; without waiting for the device.
 
     Raises ValueError if the profiler's address is taken.
     """
 
-    def __init__(self, device: str, flops: FlopsEstimator | None = None, gc_factor: int = 1) -> None:
+    def __init__(
+        self,
+        device: str,
+        flops: FlopsEstimator | None = None,
+        gc_factor: int = 1,
+        part_times: Callable[[], dict[str, ScopeTime]] = dict,
+    ) -> None:
+        self.part_times = part_times
         self.timer = CPUTimer(envs.get("DEEPINFER_TIMERS"))
         self.flops = flops
         self.stats = StatsLogger(envs.get("DEEPINFER_STATS_INTERVAL"), peak_flops=lambda: _peak_of(device))
@@ -54,7 +62,8 @@ class Observer:
 
     def after_step(self, step: StepStats) -> None:
         if self.stats.record(step) and self.timer.enabled:
-            times = (f"{name} {1e3 * time.median:.3f}" for name, time in self.timer.summary().items())
+            summary = self.timer.summary() | self.part_times()
+            times = (f"{name} {1e3 * time.median:.3f}" for name, time in summary.items())
             logger.info("medians in ms: %s", ", ".join(times))
         self.capture.after_step()
         self.collector.step()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepinfer.engine.step_buffers import StepBuffers, StepShape, pad_inputs
+from deepinfer.engine.step_buffers import StepBuffers, StepShape, first_rows, pad_inputs
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.layers import step as step_module
 from deepinfer.models.layers.step import CompressionPlan, Geometry, StepMetadata, _compression_plan
@@ -145,20 +145,6 @@ def test_padding_rows_change_no_bit_of_the_others(
         ):
             for layer in mine:
                 assert torch.equal(mine[layer][blocks].view(torch.uint8), theirs[layer][blocks].view(torch.uint8))
-
-
-def first_rows(inputs: ModelInputs, num_rows: int) -> ModelInputs:
-    """A decode step of the first sequences only."""
-    return replace(
-        inputs,
-        token_ids=inputs.token_ids[:num_rows],
-        positions=inputs.positions[:num_rows],
-        query_start=inputs.query_start[: num_rows + 1],
-        context_lens=inputs.context_lens[:num_rows],
-        block_tables=inputs.block_tables[:num_rows],
-        state_slots=inputs.state_slots[:num_rows],
-        logits_rows=inputs.logits_rows[:num_rows],
-    )
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 40, 17], [8, 7, 6, 30, 31]])

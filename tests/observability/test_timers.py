@@ -152,6 +152,29 @@ def test_ping_pong_reads_every_finished_replay_once_and_never_waits(progress: li
         assert times["first"].total == pytest.approx(sum(range(len(progress) + 1)) / 1e3)
 
 
+def test_stretches_of_one_name_add_up_to_one_time_a_replay() -> None:
+    device = Device()
+    shared = Durations()
+    buffers = EventBuffers(device.event, device.event, shared)
+    events = [buffers.add(name) for name in ("start", "a", "b", "a", "b")]
+
+    def set_events(marks: list) -> None:
+        events[:] = marks
+
+    def replay() -> None:
+        for event, milliseconds in zip(events, (1, 20, 300, 4000, 0), strict=True):
+            event.record()
+            device.work(milliseconds)
+
+    for _ in range(3):
+        buffers.launch(set_events, replay)
+        device.run()
+    buffers.read()
+    times = shared.summary()
+    assert times["a"].count == times["b"].count == 3
+    assert times["a"].median == pytest.approx(0.301) and times["b"].median == pytest.approx(4.02)
+
+
 def test_a_device_one_replay_behind_loses_nothing() -> None:
     device = Device()
     buffers = EventBuffers(device.event, device.event)
