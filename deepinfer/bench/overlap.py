@@ -85,6 +85,9 @@ def measure(
 ) -> tuple[list[results.Record], list[Timeline]]:
     """The records, and the timelines with overlap off and on."""
     engines = {overlapped: decoding_engine(model, overlapped, load, device) for overlapped in (False, True)}
+    graphs = getattr(engines[True].runner, "graphs", None)
+    if device != "cpu" and (graphs is None or not graphs.is_captured):  # switched off, or not possible
+        name += ", without CUDA graphs"
     samples = []
     for _ in range(load.rounds):
         seconds = {overlapped: decode(engine, load.steps) for overlapped, engine in engines.items()}
@@ -160,8 +163,7 @@ def main(arguments: list[str]) -> None:
     if options.quick:
         load.rounds, load.steps = 1, min(load.steps, 5)
     model = benchmark_model(options.model, options.device, options.synthetic, options.layers, options.experts)
-    name = model_name(options) + (", without CUDA graphs" if options.no_cuda_graphs else "")
-    records, timelines = measure(model, name, load, options.device, command)
+    records, timelines = measure(model, model_name(options), load, options.device, command)
     for record in records:
         ratio = "" if record.ratio is None else f", {record.ratio:.3f} x {record.baseline_name}"
         print(f"{record.name}: {record.value:,.4g} {record.unit}{ratio}")
