@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +16,13 @@ from deepinfer.config.reading import read_model_config
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.decode_curve import DecodeCurve, curve_key, load_or_measure
 from deepinfer.engine.memory import check_caches_fit
+from deepinfer.engine.step_buffers import StepShape
 from deepinfer.engine.swap import CacheRows
 from deepinfer.models.caches import CACHE_DTYPES
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.registry import Model, load_model
+from deepinfer.observability.expert_counts import ExpertCounts
 from deepinfer.observability.flops import FlopsEstimator
 from deepinfer.observability.timers import ScopeTime
 
@@ -72,6 +75,8 @@ class ModelRunner:
         check_truncation(model, config)
         self.model = model
         self.flops = FlopsEstimator(model.config) if isinstance(model, DeepseekV41) else None
+        self._expert_counts = ExpertCounts()
+        self._chosen_experts: dict[StepShape, list[Tensor]] = {}  # a replay writes them where its capture did
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_position_embeddings
         self.eos_token_ids = model.eos_token_ids
@@ -125,9 +130,14 @@ class ModelRunner:
         return graphs
 
     def _new_graphs(self, forward: Callable[[ModelInputs], Tensor]) -> DecodeGraphs:
+        def forward_padded(inputs: ModelInputs) -> Tensor:
+            logits = forward(inputs)
+            self._chosen_experts[StepShape(*inputs.block_tables.shape)] = self.model.chosen_experts
+            return logits
+
         config = self.config
         return DecodeGraphs(
-            forward,
+            forward_padded,
             config.max_num_seqs,
             config.cudagraph_batch_size_interval,
             -(-self.max_context_len // config.block_size),
@@ -174,5 +184,14 @@ class ModelRunner:
     def run(self, inputs: ModelInputs) -> Tensor:
         """The same, through a graph where there is one for the step."""
         if inputs.is_prefill or self.graphs is None:
-            return self.forward(inputs)
-        return self.graphs.run(inputs)
+            logits, chosen = self.forward(inputs), self.model.chosen_experts
+        else:
+            logits = self.graphs.run(inputs)
+            chosen = self._chosen_experts[self.graphs.shape_of(*inputs.block_tables.shape)]
+        self._expert_counts.offer(chosen, len(inputs.token_ids), self.model.config.n_routed_experts)
+        return logits
+
+    @property
+    def expert_counts(self) -> np.ndarray | None:
+        """int64 [layers, experts]: tokens of each expert in a recent step; None unless there is news."""
+        return self._expert_counts.take()

@@ -57,7 +57,9 @@ def test_statistics_in_the_log_and_in_the_metrics(watched: Server) -> None:
     assert 300 * 1e6 < flops < 300 * 20e6
     assert 0 < watched.metric("deepinfer:mfu") < 1
     text = httpx.get(f"{watched.url}/metrics").text
-    assert not any(name in text for name in ("prefix_cache", "spec_decode", "moe_expert"))  # no such features yet
+    assert not any(name in text for name in ("prefix_cache", "spec_decode"))  # no such features yet
+    balance = watched.metric("deepinfer:moe_expert_balance", model_name=MODEL)
+    assert 1 <= balance <= 8  # experts of the tiny model
 
 
 def test_a_trace_of_the_server(watched: Server) -> None:
