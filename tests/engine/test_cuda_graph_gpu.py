@@ -1,0 +1,122 @@
+"""CUDA graphs on a GPU: replays are the eager step bit for bit, and the engine's tokens do not change."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.cuda_graph import DecodeGraphs
+from deepinfer.engine.engine import Engine
+from deepinfer.engine.loading import resolve_model
+from deepinfer.engine.runner import ModelRunner
+from deepinfer.params import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode curves of tests are not those of the machine."""
+    monkeypatch.setattr("deepinfer.engine.decode_curve.cache_dir", lambda: tmp_path)
+
+
+def nano(**options: object) -> ModelRunner:
+    config = EngineConfig(device="cuda", max_model_len=2048, **options)  # type: ignore[arg-type]
+    return ModelRunner.from_checkpoint(resolve_model("nano"), config)
+
+
+def cache_tensors(runner: ModelRunner) -> list[torch.Tensor]:
+    """Block tensors and state without the null block and the null slot."""
+    blocks = [*runner.caches.blocks.latents.values(), *runner.caches.blocks.index_keys.values()]
+    return [tensor[1:] for tensor in (*blocks, runner.caches.state.storage)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_replay_is_the_eager_step_bit_for_bit(dtype: str) -> None:
+    runner = nano(dtype=dtype, max_num_seqs=20, cuda_graphs=True)
+    graphs = runner.graphs
+    assert isinstance(graphs, DecodeGraphs) and graphs.capture_seconds > 0
+    chosen = random.Random(0)
+    for _ in range(5):
+        for shape in graphs.shapes:
+            padded = graphs.inputs[shape]
+            graphs._write_context(padded, chosen.randint(1, 2000), runner.config.block_size, runner.num_blocks)
+            padded.token_ids.copy_(torch.randint(3, runner.vocab_size, (shape.rows,)))
+            num_rows = chosen.randint(shape.rows // 2 + 1, shape.rows)
+            for part in (padded.token_ids, padded.positions, padded.state_slots, padded.block_tables):
+                part[num_rows:] = 0
+            padded.context_lens[num_rows:] = 1
+            before = [tensor.clone() for tensor in cache_tensors(runner)]
+            eager = runner.forward(padded)[:num_rows].clone()
+            after = [tensor.clone() for tensor in cache_tensors(runner)]
+            for tensor, old in zip(cache_tensors(runner), before, strict=True):
+                tensor.copy_(old)
+            assert torch.equal(graphs.run(padded)[:num_rows], eager)
+            for tensor, new in zip(cache_tensors(runner), after, strict=True):
+                assert torch.equal(tensor.view(torch.uint8), new.view(torch.uint8))
+
+
+def answers(runner: ModelRunner, seed: int) -> tuple[dict[str, list[int]], int]:
+    """Tokens of a random workload with arrivals over time and cancellations, and the number of preemptions."""
+    chosen = random.Random(seed)
+    engine = Engine(runner, runner.config, runner.eos_token_ids)
+    arrivals = sorted(chosen.randint(0, 40) for _ in range(24))
+    tokens: dict[str, list[int]] = {}
+    step = 0
+    while step <= arrivals[-1] or engine.has_unfinished_requests():
+        for number, arrival in enumerate(arrivals):
+            if arrival == step:
+                prompt = [chosen.randint(3, runner.vocab_size - 1) for _ in range(chosen.randint(1, 300))]
+                params = SamplingParams(temperature=0.0, max_tokens=chosen.randint(1, 60), ignore_eos=True)
+                engine.add_request(str(number), prompt, params)
+                tokens[str(number)] = []
+            elif arrival + 10 == step and number % 7 == 0:
+                engine.abort_request(str(number))
+                tokens.pop(str(number), None)
+        for output in engine.step():
+            assert output.error is None, output.error
+            for completion in output.outputs:
+                if output.request_id in tokens:
+                    tokens[output.request_id] += completion.token_ids
+        engine.scheduler.check_integrity()
+        step += 1
+    return tokens, engine.stats().num_preemptions
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_engine_gives_the_same_tokens_with_and_without_graphs(overlap: bool) -> None:
+    options = {"dtype": "fp32", "max_num_seqs": 12, "num_blocks": 25, "zero_overhead_scheduling": overlap}
+    with_graphs, without = nano(cuda_graphs=True, **options), nano(cuda_graphs=False, **options)
+    preemptions = 0
+    for seed in range(3):
+        expected, _ = answers(without, seed)
+        got, preempted = answers(with_graphs, seed)
+        assert got == expected
+        preemptions += preempted
+    assert preemptions > 0
+
+
+def test_parts_of_a_decode_step_are_timed_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPINFER_TIMERS", "1")
+    runner = nano(max_num_seqs=4, cuda_graphs=True)
+    expected, _ = answers(nano(max_num_seqs=4, cuda_graphs=False), 1)
+    assert answers(runner, 1)[0] == expected
+    torch.cuda.synchronize()
+    times = runner.part_times()
+    assert set(times) == {"decode attention", "decode moe", "decode rest"}
+    assert len({time.count for time in times.values()}) == 1
+    whole = runner.decode_curve().step_ms(4)
+    assert 0.5 * whole < sum(1e3 * time.median for time in times.values()) < 2 * whole
+
+
+def test_the_decode_curve_is_there_after_start_up(tmp_path: Path) -> None:
+    runner = nano(max_num_seqs=20, cuda_graphs=True)
+    assert len(list(tmp_path.glob("decode-curve-*"))) == 1
+    assert [size for size, _ in runner.decode_curve().points] == [1, 2, 4, 8, 16, 20]
