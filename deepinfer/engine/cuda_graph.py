@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -127,15 +128,18 @@ class DecodeGraphs:
 
         Writes to the null block and the null slot only. Raises RuntimeError naming the shape that cannot be captured.
         """
+        torch.cuda.empty_cache()
         begin, free = time.monotonic(), torch.cuda.mem_get_info(self.device)[0]
-        pool = torch.cuda.graph_pool_handle()
-        for shape in sorted(self.shapes, key=lambda s: s.rows * s.blocks, reverse=True):
-            try:
-                self._replays[shape] = self._capture(shape, pool)
-            except Exception as error:
-                self._replays.clear()
-                raise RuntimeError(f"a decode step of {shape} cannot be captured: {error}") from error
+        with torch.cuda.device(self.device):
+            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            for shape in sorted(self.shapes, key=lambda s: s.rows * s.blocks, reverse=True):
+                try:
+                    self._replays[shape] = self._capture(shape, pool, stream)
+                except Exception as error:
+                    self._replays.clear()
+                    raise RuntimeError(f"a decode step of {shape} cannot be captured: {_cause(error)}") from error
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # what the warm-ups used is of no use to another stream
         self.capture_seconds = time.monotonic() - begin
         self.capture_bytes = max(free - torch.cuda.mem_get_info(self.device)[0], 0)
         logger.info(
@@ -143,18 +147,17 @@ class DecodeGraphs:
             len(self.shapes), self.shapes[-1].rows, self.capture_seconds, self.capture_bytes / 2**20,
         )  # fmt: skip
 
-    def _capture(self, shape: StepShape, pool: Any) -> Callable[[], None]:
+    def _capture(self, shape: StepShape, pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
         padded = self.inputs[shape]
         self._write_padding(padded)
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 outputs = self.forward(padded)
             if self._outputs is None:
                 self._outputs = outputs.new_zeros(self.shapes[-1].rows, *outputs.shape[1:])
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize()
+        del outputs
         timer = None if self._set_mark is None else CUDAGraphTimer(self.part_times)
         graph = torch.cuda.CUDAGraph(keep_graph=timer is not None)
         with torch.cuda.graph(graph, pool=pool, stream=stream), self._marks(timer):
@@ -231,6 +234,16 @@ class DecodeGraphs:
             event.record()
         events[-1].synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+
+
+def _cause(error: BaseException) -> str:
+    """Where and why a capture failed: the first of a chain of errors, the others only follow from it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}{where}: {first_line}"
 
 
 def _timed(call: Callable[[], object]) -> float:

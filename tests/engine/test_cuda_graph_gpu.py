@@ -13,6 +13,7 @@ from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import resolve_model
 from deepinfer.engine.runner import ModelRunner
+from deepinfer.models.inputs import ModelInputs
 from deepinfer.params import SamplingParams
 
 pytestmark = [
@@ -114,6 +115,17 @@ def test_parts_of_a_decode_step_are_timed_inside_the_graph(monkeypatch: pytest.M
     assert len({time.count for time in times.values()}) == 1
     whole = runner.decode_curve().step_ms(4)
     assert 0.5 * whole < sum(1e3 * time.median for time in times.values()) < 2 * whole
+
+
+def test_a_step_that_looks_at_values_is_refused_by_its_line_and_the_engine_goes_on() -> None:
+    def forward(inputs: ModelInputs) -> torch.Tensor:
+        return inputs.token_ids * int(inputs.positions.sum())
+
+    graphs = DecodeGraphs(forward, 4, 8, 3, "cuda")
+    with pytest.raises(RuntimeError, match=r"rows=4, blocks=3.*cannot be captured: .*test_cuda_graph_gpu.py:\d+"):
+        graphs.capture()
+    assert not graphs.is_captured
+    assert torch.ones(3, device="cuda").sum().item() == 3
 
 
 def test_the_decode_curve_is_there_after_start_up(tmp_path: Path) -> None:
