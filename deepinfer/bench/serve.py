@@ -18,13 +18,21 @@ from typing import Any
 import httpx
 import numpy as np
 
+from deepinfer.bench import serve_files as files
 from deepinfer.bench import serve_workload as workload
 from deepinfer.bench.results import Record, measured
 from deepinfer.bench.serve_client import Load, Sample, Target, connect, error_message, run_load
-from deepinfer.bench.serve_report import summarize, table, warnings
+from deepinfer.bench.serve_report import LATENCIES, detailed, summarize, table, warnings
 
-DATASETS = ("random", "prefix_repetition", "sharegpt", "timed_trace")
+DATASETS = ("random", "random-ids", "prefix_repetition", "sharegpt", "burstgpt", "custom", "timed_trace")
+FILE_DATASETS = ("sharegpt", "burstgpt", "custom", "timed_trace")
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+# What vLLM and SGLang call the two APIs and the workloads.
+OTHER_NAMES = {
+    "vllm": "openai", "sglang": "openai", "sglang-oai": "openai", "sglang-oai-chat": "openai-chat",
+    "generated-shared-prefix": "prefix_repetition", "mooncake": "timed_trace",
+}  # fmt: skip
+RAMPS = ("linear", "exponential")
 DEFAULT_NUM_PROMPTS = 100
 AREA = "serve"
 
@@ -72,10 +80,14 @@ class Settings:
     prefix_repetition_suffix_len: int = 256
     prefix_repetition_output_len: int = 128
     sharegpt_output_len: int | None = None
+    custom_output_len: int | None = None
     timed_trace_sec_multiplier: float = 0.001
     timed_trace_chunk_hash_size: int = 512
     request_rate: float | None = None  # None: a trace's own times, else all at once
     burstiness: float = 1.0
+    ramp_up_strategy: str | None = None
+    ramp_up_start_rps: float | None = None
+    ramp_up_end_rps: float | None = None
     max_concurrency: int | None = None
     ignore_eos: bool = False
     temperature: float = 0.0
@@ -83,15 +95,26 @@ class Settings:
     goodput: dict[str, float] = field(default_factory=dict)
     percentiles: tuple[float, ...] = (90.0, 99.0)
     metadata: dict[str, str] = field(default_factory=dict)
+    flush_cache: bool = False
+    label: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("backend", "dataset_name"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, OTHER_NAMES.get(given, given))
         for name, allowed in (("backend", tuple(BACKENDS)), ("dataset_name", DATASETS)):
             if getattr(self, name) not in allowed:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"--base-url must start with http:// or https://, got {self.base_url!r}")
-        if self.dataset_name in ("sharegpt", "timed_trace") and self.dataset_path is None:
+        if self.backend == "openai-chat" and self.dataset_name == "random-ids":
+            raise ValueError("--backend openai-chat cannot send the token IDs of random-ids, use --backend openai")
+        ramped = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
+        if any(ramped) and not (all(ramped) and self.ramp_up_strategy in RAMPS and self.request_rate is None):
+            needs = f"{' or '.join(RAMPS)}, --ramp-up-start-rps and --ramp-up-end-rps, and no --request-rate"
+            raise ValueError(f"--ramp-up-strategy must be {needs}")
+        if self.dataset_name in FILE_DATASETS and self.dataset_path is None:
             raise ValueError(f"--dataset-name {self.dataset_name} needs --dataset-path")
         if not self.timeout > 0:
             raise ValueError(f"--timeout must be above 0, got {self.timeout}")
@@ -111,7 +134,13 @@ def make_requests(settings: Settings, draw: np.random.Generator) -> list[workloa
         return workload.sharegpt_requests(
             settings.dataset_path, count, settings.sharegpt_output_len, tokenizer, draw
         )  # fmt: skip
+    if settings.dataset_name == "custom":
+        assert settings.dataset_path is not None
+        return files.custom_requests(settings.dataset_path, count, settings.custom_output_len)
     words = workload.word_pool(tokenizer)
+    if settings.dataset_name == "burstgpt":
+        assert settings.dataset_path is not None
+        return files.burstgpt_requests(settings.dataset_path, count, words, draw)
     if settings.dataset_name == "timed_trace":
         assert settings.dataset_path is not None
         requests = workload.trace_requests(
@@ -127,9 +156,14 @@ def make_requests(settings: Settings, draw: np.random.Generator) -> list[workloa
             words, count, settings.prefix_repetition_num_prefixes, settings.prefix_repetition_prefix_len,
             settings.prefix_repetition_suffix_len, settings.prefix_repetition_output_len, draw,
         )  # fmt: skip
-    return workload.random_requests(
+    made_up = workload.random_requests(
         words, count, settings.random_input_len, settings.random_output_len, settings.random_range_ratio, draw
     )
+    if settings.dataset_name == "random-ids":
+        if tokenizer is None:
+            raise ValueError("--dataset-name random-ids needs --tokenizer, which says how many token IDs there are")
+        return workload.as_token_ids(made_up, words, tokenizer)
+    return made_up
 
 
 def make_arrivals(settings: Settings, requests: Sequence[workload.Request], draw: np.random.Generator) -> list[float]:
@@ -137,7 +171,10 @@ def make_arrivals(settings: Settings, requests: Sequence[workload.Request], draw
     own = [request.arrival for request in requests if request.arrival is not None]
     if settings.request_rate is None and len(own) == len(requests):
         return own
-    rate = math.inf if settings.request_rate is None else settings.request_rate
+    rate: Any = math.inf if settings.request_rate is None else settings.request_rate
+    if settings.ramp_up_strategy is not None:
+        start, end = settings.ramp_up_start_rps, settings.ramp_up_end_rps
+        rate = workload.ramp(len(requests), start or 0.0, end or 0.0, settings.ramp_up_strategy)
     return workload.arrival_times(len(requests), rate, settings.burstiness, draw)
 
 
@@ -153,6 +190,20 @@ async def first_model(http: httpx.AsyncClient, server: str) -> str:
         raise ServerUnusable(f"{url}: {error or repr(error)}") from None
     except (ValueError, LookupError, TypeError):
         raise ServerUnusable(f"{url} names no model, use --model") from None
+
+
+async def flush_cache(http: httpx.AsyncClient, server: str) -> None:
+    """SGLang's route, else vLLM's.  Raises ServerUnusable where the server has neither."""
+    for path in ("/flush_cache", "/reset_prefix_cache"):
+        try:
+            answer = await http.post(server + path, timeout=30)
+        except httpx.HTTPError as error:
+            raise ServerUnusable(f"{server}{path}: {error or repr(error)}") from None
+        if answer.status_code == 200:
+            return
+        if answer.status_code != 404:
+            raise ServerUnusable(f"{server}{path}: HTTP {answer.status_code}: {error_message(answer.content)}")
+    raise ServerUnusable(f"{server} has no route that clears its cache: leave --flush-cache out")
 
 
 async def run(
@@ -174,20 +225,27 @@ async def run(
             answers = (await run_load(clients, target, warm_ups, [0.0] * len(warm_ups))).samples
             if all(sample.error for sample in answers):
                 raise ServerUnusable(f"warm-up failed: {answers[0].error}: {answers[0].message}")
+        if settings.flush_cache:
+            await flush_cache(clients[0], settings.server)
         on_start(len(requests))
         load = await run_load(clients, target, requests, arrivals, settings.max_concurrency, on_done)
-    trace_times = settings.request_rate is None and any(arrivals)
+    trace_times = settings.request_rate is None and settings.ramp_up_strategy is None and any(arrivals)
+    rate = _finite(settings.request_rate)
     described = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "backend": settings.backend,
+        "label": settings.label,
         "base_url": settings.server,
         "model_id": model,
         "dataset_name": settings.dataset_name,
         "num_prompts": len(requests),
         "seed": settings.seed,
-        "request_rate": "trace" if trace_times else _finite(settings.request_rate),
+        "request_rate": "trace" if trace_times else "ramp" if settings.ramp_up_strategy else rate,
         "burstiness": _finite(settings.burstiness),
         "max_concurrency": settings.max_concurrency,
+        "ramp_up_strategy": settings.ramp_up_strategy,
+        "ramp_up_start_rps": settings.ramp_up_start_rps,
+        "ramp_up_end_rps": settings.ramp_up_end_rps,
         "goodput_limits_ms": settings.goodput,
     }
     return settings.metadata | described | summarize(load, settings.goodput, settings.percentiles), load
@@ -222,24 +280,33 @@ def run_with_progress(settings: Settings, show_progress: bool = True) -> tuple[d
         )
 
 
-def print_table(summary: dict[str, Any], percentiles: Sequence[float]) -> None:
+def print_table(
+    summary: dict[str, Any], percentiles: Sequence[float], metrics: Sequence[str] = tuple(LATENCIES)
+) -> None:
     """The table on standard output, warnings on standard error."""
     from rich.console import Console
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    for line in table(summary, percentiles):
+    for line in table(summary, percentiles, metrics):
         console.print(line, style="bold" if line.startswith(("=", "-")) else None)
     for warning in warnings(summary):
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def write_json(path: Path, summary: dict[str, Any], load: Load | None = None) -> None:
-    """The summary, with `samples` of every request (seconds) where `load` is given."""
+def write_json(path: Path, summary: dict[str, Any], load: Load | None = None, append: bool = False) -> None:
+    """The summary, with `samples` of every request (seconds), and vLLM's lists of them, where `load` is given.
+
+    `append` adds it as one line to what the file has.
+    """
     if load is not None:
         derived = [{"ttft": sample.ttft, "tpot": sample.tpot, "itl": sample.itl} for sample in load.samples]
         samples = [asdict(sample) | more for sample, more in zip(load.samples, derived, strict=True)]
-        summary = summary | {"samples": samples}
+        summary = summary | detailed(load) | {"samples": samples}
     path.parent.mkdir(parents=True, exist_ok=True)
+    if append:
+        with path.open("a") as file:
+            file.write(json.dumps(summary, ensure_ascii=False) + "\n")
+        return
     path.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -16,6 +16,8 @@ LATENCIES = {
     "itl": ("Inter-token Latency", "ITL"),
     "e2el": ("End-to-end Latency", "E2EL"),
 }
+# What vLLM prints first of each, and SGLang besides: the p95 and the longest of all gaps.
+ITL_PERCENTILES = (95, 100)
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 LATE_MS = 10.0  # a client whose timers are later than this 1% of the time cannot measure small gaps
 WIDTH = 50
@@ -44,6 +46,14 @@ def parse_percentiles(text: str) -> list[float]:
     if not all(0 <= percentile <= 100 for percentile in percentiles):
         raise ValueError(f"--metric-percentiles must be numbers from 0 to 100 with commas, got {text!r}")
     return percentiles
+
+
+def parse_metrics(text: str) -> list[str]:
+    """`ttft,tpot` -> ["ttft", "tpot"].  Raises ValueError naming the option."""
+    names = text.replace(",", " ").split()
+    if not names or not set(names) <= set(LATENCIES):
+        raise ValueError(f"--percentile-metrics must be some of {', '.join(LATENCIES)} with commas, got {text!r}")
+    return names
 
 
 def statistics_ms(name: str, seconds: Iterable[float], percentiles: Sequence[float]) -> dict[str, float | None]:
@@ -115,11 +125,24 @@ def summarize(load: Load, limits: dict[str, float], percentiles: Sequence[float]
         "e2el": [sample.e2e for sample in good],
     }
     for name, seconds in latencies.items():
-        summary |= statistics_ms(name, seconds, percentiles)
+        more = ITL_PERCENTILES if name == "itl" else ()
+        summary |= statistics_ms(name, seconds, sorted({*percentiles, *more}))
     summary |= statistics_ms("client_queue_time", [sample.queued for sample in load.samples], percentiles)
     summary |= statistics_ms("client_send_lag", [sample.lag for sample in load.samples], (99, 100))
     summary |= statistics_ms("client_loop_lag", load.loop_lags, (99, 100))
     return summary | {"errors": errors_by_kind(load.samples)}
+
+
+def detailed(load: Load) -> dict[str, list[Any]]:
+    """vLLM's lists of a detailed result, one entry a request; times in seconds."""
+    return {
+        "input_lens": [sample.prompt_tokens or 0 for sample in load.samples],
+        "output_lens": [sample.output_tokens or 0 for sample in load.samples],
+        "ttfts": [sample.ttft or 0.0 for sample in load.samples],
+        "itls": [sample.itl for sample in load.samples],
+        "start_times": [sample.started for sample in load.samples],
+        "request_errors": [sample.message if sample.error else "" for sample in load.samples],
+    }
 
 
 def _line(label: str, value: Any) -> str:
@@ -128,7 +151,9 @@ def _line(label: str, value: Any) -> str:
     return f"{label:<40} {'n/a' if value is None else value!s:<9}"
 
 
-def table(summary: dict[str, Any], percentiles: Sequence[float]) -> list[str]:
+def table(
+    summary: dict[str, Any], percentiles: Sequence[float], metrics: Sequence[str] = tuple(LATENCIES)
+) -> list[str]:
     """Lines of the report, laid out as vLLM's.  `summary` also holds the settings of the run."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [
@@ -152,12 +177,15 @@ def table(summary: dict[str, Any], percentiles: Sequence[float]) -> list[str]:
         )
         if summary.get(key) is not None
     ]
-    for name, (heading, short) in LATENCIES.items():
+    for name in metrics:
+        heading, short = LATENCIES[name]
         lines.append(f"{heading:-^{WIDTH}}")
         lines += [_line(f"Mean {short} (ms):", summary[f"mean_{name}_ms"])]
         lines += [_line(f"Median {short} (ms):", summary[f"median_{name}_ms"])]
         lines += [_line(f"Std {short} (ms):", summary[f"std_{name}_ms"])]
         lines += [_line(f"P{q:g} {short} (ms):", summary[f"p{q:g}_{name}_ms"]) for q in percentiles]
+        if name == "itl":
+            lines += [_line("Max ITL (ms):", summary["p100_itl_ms"])]
     lines.append(f"{'Client':-^{WIDTH}}")
     if summary["max_concurrency"]:
         lines += [_line("Mean queue time (ms):", summary["mean_client_queue_time_ms"])]

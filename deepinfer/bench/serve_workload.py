@@ -97,6 +97,13 @@ def random_requests(
     return [Request(random_text(words, prompt_len, draw), answer_len) for prompt_len, answer_len in sizes]
 
 
+def as_token_ids(requests: Sequence[Request], words: Sequence[str], tokenizer: tokenizers.Tokenizer) -> list[Request]:
+    """Made-up requests with the token IDs of their words in place of text: nothing is left for the server to encode."""
+    encoded = tokenizer.encode_batch(list(words), add_special_tokens=False)
+    ids = {word.strip(): found.ids[0] for word, found in zip(words, encoded, strict=True)}
+    return [Request([ids[word] for word in str(one.prompt).split()], one.output_len) for one in requests]
+
+
 def shared_prefix_requests(
     words: Sequence[str],
     num_prompts: int,
@@ -131,7 +138,7 @@ def sharegpt_requests(
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"--dataset-path {path}: not a ShareGPT file ({error!r})") from None
     pairs = [pairs[number] for number in draw.permutation(len(pairs)) if all(pairs[number])]
-    chosen = _take(pairs, num_prompts, path)
+    chosen = take(pairs, num_prompts, path)
     return [Request(prompt, output_len or count_tokens(answer, tokenizer)) for prompt, answer in chosen]
 
 
@@ -149,7 +156,7 @@ def trace_requests(
     `prompt_token_ids`, or `input_length` for random words; with Mooncake's `hash_ids` each ID stands for a block of
     `hash_block` words, the same in every prompt, so that prefixes are shared as they were.  How many: `output_length`.
     """
-    entries = _take(list(_read_lines(path)), None, path)
+    entries = take(list(read_lines(path)), None, path)
     entries.sort(key=lambda entry: entry[1].get("timestamp", 0))
     first = entries[0][1].get("timestamp", 0)
     salt = int(draw.integers(1 << 31))
@@ -167,7 +174,7 @@ def trace_requests(
     return requests
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of each line that is not empty."""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
@@ -190,25 +197,31 @@ def _hashed_text(
     return "".join(" " + word for word in shared) + random_text(words, max(0, length - len(shared)), draw)
 
 
-def _take(entries: list[Any], count: int | None, path: Path) -> list[Any]:
+def take(entries: list[Any], count: int | None, path: Path) -> list[Any]:
     """`count` entries, from the start again when there are fewer; all of them for None."""
     if not entries:
         raise ValueError(f"--dataset-path {path}: holds no requests")
     return entries if count is None else list(itertools.islice(itertools.cycle(entries), count))
 
 
-def arrival_times(count: int, rate: float, burstiness: float, draw: np.random.Generator) -> list[float]:
-    """Seconds after the start; the first is 0.
+def ramp(count: int, start: float, end: float, strategy: str) -> np.ndarray:
+    """Rates of the `count - 1` gaps, from `start` to `end` requests a second, as vLLM's ramp-up has them."""
+    progress = np.arange(count - 1) / max(1, count - 1)
+    return start * (end / start) ** progress if strategy == "exponential" else start + (end - start) * progress
+
+
+def arrival_times(count: int, rate: float | np.ndarray, burstiness: float, draw: np.random.Generator) -> list[float]:
+    """Seconds after the start; the first is 0.  `rate` is in requests a second, one or each gap's own (see `ramp`).
 
     Gaps are gamma-distributed with mean 1 / `rate` and shape `burstiness`, as in vLLM: 1 is a Poisson process, less is
     burstier, more is steadier, infinity is a constant rate.  An infinite `rate` sends all at once.
     """
-    if not rate > 0 or not burstiness > 0:
+    if not np.all(np.greater(rate, 0)) or not burstiness > 0:
         raise ValueError(f"--request-rate and --burstiness must be above 0, got {rate} and {burstiness}")
-    if math.isinf(rate):
+    if np.any(np.isinf(rate)):
         return [0.0] * count
     if math.isinf(burstiness):
-        gaps = np.full(count - 1, 1 / rate)
+        gaps = np.broadcast_to(1 / rate, count - 1)
     else:
         gaps = draw.gamma(burstiness, 1 / (rate * burstiness), size=count - 1)
     return [0.0, *np.cumsum(gaps).tolist()]

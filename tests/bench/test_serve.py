@@ -239,6 +239,38 @@ def test_chat_and_every_dataset(command: Command, tmp_path: Path) -> None:
         assert sorted(map(len, prompts)) == [11] * 4 and len({tuple(prompt[:8]) for prompt in prompts}) == 2
 
 
+def test_names_and_files_of_other_tools(command: Command, tmp_path: Path) -> None:
+    """SGLang's spellings, a line for each run, vLLM's lists of requests, and fewer latencies in the table."""
+    lines, prompts = tmp_path / "runs.jsonl", tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one two", "output_tokens": 2}\n{"prompt": "three"}\n')
+    ramp = ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "50", "--ramp-up-end-rps", "100")
+    runs_of = {
+        "a": ("--backend", "sglang", "--input-len", "4", "--output-len", "3", "--num-prompts", "5",
+              "--top-k", "7", *ramp),
+        "b": ("--backend", "sglang-oai-chat", "--dataset-name", "custom", "--dataset-path", str(prompts),
+              "--custom-output-len", "4", "--percentile-metrics", "ttft,itl"),
+        "c": ("--dataset-name", "random-ids", "--tokenizer", "nano", "--num-prompts", "2", *SMALL),
+    }  # fmt: skip
+    with running(SseServer(first_delay=0.01)) as server:
+        common = ("--base-url", server.url, "--output-file", str(lines), "--output-details", "--warmup-requests", "0")
+        for label, options in runs_of.items():
+            code, out, err = command(*common, "--label", label, *options)
+            assert code == 0, err
+            assert "Max ITL (ms):" in out and "Mean TTFT (ms):" in out
+            assert ("Mean E2EL (ms):" in out) == (label != "b")
+        assert server.seen[0].body["top_k"] == 7 and server.seen[5].path == "/v1/chat/completions"
+        prompts_of_ids = [seen.body["prompt"] for seen in server.seen[7:]]
+        assert [len(prompt) for prompt in prompts_of_ids] == [6, 6] and isinstance(prompts_of_ids[0][0], int)
+    runs = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [run["label"] for run in runs] == ["a", "b", "c"]
+    assert [run["request_rate"] for run in runs] == ["ramp", "inf", "inf"] and runs[0]["ramp_up_end_rps"] == 100
+    assert runs[0]["output_lens"] == [3] * 5 and runs[1]["output_lens"] == [4, 4]
+    assert len(runs[0]["ttfts"]) == 5 and min(runs[0]["ttfts"]) >= 0.01
+    gaps = [gap for itl in runs[0]["itls"] for gap in itl]
+    assert runs[0]["p100_itl_ms"] == pytest.approx(max(gaps) * 1e3)
+    assert runs[0]["p95_itl_ms"] == pytest.approx(np.percentile(gaps, 95) * 1e3)
+
+
 def test_failures_are_counted_and_only_total_failure_is_an_error(command: Command) -> None:
     with running(SseServer(faults={1: "busy", 3: "busy", 4: "error"})) as server:
         code, out, _ = command("--base-url", server.url, "--num-prompts", "6", *SMALL, "--max-concurrency", "1")
@@ -280,7 +312,12 @@ def test_results_are_recorded_only_on_request(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--backend", "vllm"], "--backend must be one of openai, openai-chat"),
+        (["--backend", "x"], "--backend must be one of openai, openai-chat"),
+        (["--backend", "openai-chat", "--dataset-name", "random-ids"], "use --backend openai"),
+        (["--dataset-name", "random-ids"], "needs --tokenizer"),
+        (["--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
+        (["--ramp-up-strategy", "x", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "2"], "linear or exponential"),
+        (["--percentile-metrics", "x"], "--percentile-metrics must be some of ttft, tpot, itl, e2el"),
         (["--dataset-name", "x"], "--dataset-name must be one of random"),
         (["--dataset-name", "sharegpt"], "needs --dataset-path"),
         (["--base-url", "localhost:8000"], "--base-url must start with http"),
@@ -308,7 +345,7 @@ def test_against_deepinfer_serve(command: Command, tmp_path: Path) -> None:
             code, _, err = command(
                 "--base-url", server.url, "--api-key", "key", "--backend", backend, "--num-prompts", "6",
                 "--max-concurrency", "3", "--random-input-len", "40", "--random-output-len", "8", "--ignore-eos",
-                "--tokenizer", str(checkpoint), "--output-json", str(out),
+                "--tokenizer", str(checkpoint), "--output-json", str(out), "--flush-cache",
             )  # fmt: skip
             assert code == 0, err
             saved: dict[str, Any] = json.loads(out.read_text())

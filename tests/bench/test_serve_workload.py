@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deepinfer.bench.serve_files import burstgpt_requests, custom_requests
 from deepinfer.bench.serve_workload import (
     Request,
     arrival_times,
     load_tokenizer,
+    ramp,
     random_requests,
     shared_prefix_requests,
     sharegpt_requests,
@@ -171,6 +173,43 @@ def test_burstiness_is_the_shape_of_a_gamma_distribution(burstiness: float) -> N
     assert found.std() / found.mean() == pytest.approx(1 / math.sqrt(burstiness), rel=0.05)
     skew = ((found - found.mean()) ** 3).mean() / found.std() ** 3
     assert skew == pytest.approx(2 / math.sqrt(burstiness), rel=0.15)
+
+
+@pytest.mark.parametrize("strategy", ["linear", "exponential"])
+def test_the_rate_ramps_up(strategy: str) -> None:
+    """Steady gaps are those of the rate at the time; random ones have its mean."""
+    count = 4001
+    rates = ramp(count, 10.0, 90.0, strategy)
+    middle = 50.0 if strategy == "linear" else 30.0
+    assert rates[0] == 10 and rates[-1] == pytest.approx(90, rel=0.01) and rates[2000] == pytest.approx(middle)
+    assert np.diff(arrival_times(count, rates, math.inf, draw())) == pytest.approx(1 / rates)
+    found = np.diff(arrival_times(count, rates, 1.0, draw()))
+    for part in (slice(0, 1000), slice(3000, 4000)):
+        assert found[part].mean() == pytest.approx((1 / rates[part]).mean(), rel=0.1)
+
+
+def test_custom_file(tmp_path: Path) -> None:
+    path = tmp_path / "custom.jsonl"
+    path.write_text('{"prompt": "a", "output_tokens": 5}\n\n{"prompt": "b"}\n')
+    assert custom_requests(path, 3, None) == [Request("a", 5), Request("b", 256), Request("a", 5)]
+    assert custom_requests(path, None, 9) == [Request("a", 9), Request("b", 9)]
+    for bad in ('{"prompt": ""}', '{"output_tokens": 5}', '{"prompt": "a", "output_tokens": 0}', "[]", "{"):
+        path.write_text('{"prompt": "a"}\n' + bad)
+        with pytest.raises(ValueError, match=r"custom\.jsonl, line 2"):
+            custom_requests(path, None, None)
+
+
+def test_burstgpt_file(tmp_path: Path) -> None:
+    path = tmp_path / "burst.csv"
+    path.write_text(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,GPT-4,3,7,10,Conversation log\n6,GPT-4,4,0,4,Conversation log\n9,ChatGPT,2,1,3,API log\n"
+    )
+    found = burstgpt_requests(path, 3, WORDS, draw())
+    assert [(len(str(one.prompt).split()), one.output_len) for one in found] == [(3, 7), (2, 1), (3, 7)]
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="not a BurstGPT file"):
+        burstgpt_requests(path, None, WORDS, draw())
 
 
 def test_constant_and_burst_arrivals() -> None:
