@@ -43,9 +43,15 @@ class NoModel:
         return self._logits[: len(inputs.logits_rows)]
 
 
-def make_engine(num_seqs: int, vocab_size: int, tokens_a_sequence: int) -> Engine:
+def make_engine(num_seqs: int, vocab_size: int, tokens_a_sequence: int, overlapped: bool = False) -> Engine:
     blocks = num_seqs * -(-tokens_a_sequence // EngineConfig.block_size) + 2
-    config = EngineConfig(max_num_seqs=num_seqs, num_blocks=blocks, watermark=0.0, max_num_batched_tokens=8192)
+    config = EngineConfig(
+        max_num_seqs=num_seqs,
+        num_blocks=blocks,
+        watermark=0.0,
+        max_num_batched_tokens=8192,
+        zero_overhead_scheduling=overlapped,
+    )
     return Engine(NoModel(num_seqs, vocab_size, blocks), config)
 
 
@@ -97,9 +103,15 @@ class MemorySample:
     resident_bytes: int  # of the process; 0 where it cannot be read
 
 
-def steady_load(num_seqs: int, num_steps: int, num_samples: int, vocab_size: int = 64) -> list[MemorySample]:
-    """Memory while finished requests are replaced by new ones, sampled right after a collection."""
-    engine = make_engine(num_seqs, vocab_size, 400)
+def steady_load(
+    num_seqs: int, num_steps: int, num_samples: int, vocab_size: int = 64, overlapped: bool = False
+) -> list[MemorySample]:
+    """Memory while finished requests are replaced by new ones, sampled right after a collection.
+
+    Outputs come from a pool, as in the engine process.
+    """
+    engine = make_engine(num_seqs, vocab_size, 400, overlapped)
+    engine.outputs = RequestOutputPool()
     samples, number, alive = [], 0, 0
     tracemalloc.start()
     try:
