@@ -48,9 +48,10 @@ def expected(oracle: Any) -> list[list[int]]:
         {},
         {"prefill_chunk_size": 37, "max_num_batched_tokens": 64, "max_num_seqs": 3},
         {"num_blocks": 6, "watermark": 0.0},  # all prompts fit, their answers do not
+        {"num_blocks": 6, "watermark": 0.0, "preemption_mode": "swap", "swap_memory_bytes": 1 << 24},
         {"block_size": 256, "dtype": "fp64"},
     ],
-    ids=["defaults", "odd-chunks", "preemption", "fp64"],
+    ids=["defaults", "odd-chunks", "preemption", "swap", "fp64"],
 )
 def test_greedy_tokens_equal_generate(checkpoint: Path, expected: list[list[int]], options: dict[str, Any]) -> None:
     llm = LLM(checkpoint, **options)
