@@ -19,6 +19,7 @@ from deepinfer.bench.results import Record, measured
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.output_pool import NewOutputs, RequestOutputPool
+from deepinfer.engine.swap import CacheRows
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.plan import load_plan_config
 from deepinfer.observability.flops import FlopsEstimator
@@ -41,6 +42,9 @@ class NoModel:
 
     def run(self, inputs: ModelInputs) -> Tensor:
         return self._logits[: len(inputs.logits_rows)]
+
+    def cache_rows(self) -> CacheRows:
+        raise ValueError("a runner without a model has no caches to swap")
 
 
 def make_engine(num_seqs: int, vocab_size: int, tokens_a_sequence: int, overlapped: bool = False) -> Engine:

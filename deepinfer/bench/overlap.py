@@ -123,9 +123,13 @@ def idle_record(
     timeline: Timeline, start: float, end: float, untraced: float, which: str, load: Load, name: str, command: str
 ) -> results.Record:
     """Share of the traced steps in which the device was idle; `untraced`: milliseconds of a step without profiler."""
+    drained = timeline.drained_share(start, end)
     idle, num_steps = timeline.idle_share(start, end), len(timeline.steps) - SKIPPED_STEPS - 1
     traced = (end - start) / num_steps / 1e3
-    print(f"  {which}: idle {idle:.2%} of a traced step of {traced:.3f} ms, which takes {untraced:.3f} ms untraced")
+    print(
+        f"  {which}: idle {idle:.2%} of a traced step of {traced:.3f} ms (nothing queued {drained:.2%}), "
+        f"which takes {untraced:.3f} ms untraced"
+    )
     return results.measured(
         f"device idle share of a decode step, overlap {which}, batch {load.batch} ({name})",
         part="2",
@@ -134,7 +138,9 @@ def idle_record(
         target=IDLE_TARGET if which == "on" else None,
         higher_is_better=False,
         command=command,
-        samples=[{"traced_ms": traced, "busy_ms": (1 - idle) * traced, "untraced_ms": untraced}],
+        samples=[
+            {"nothing_queued": drained, "traced_ms": traced, "busy_ms": (1 - idle) * traced, "untraced_ms": untraced}
+        ],
     )
 
 

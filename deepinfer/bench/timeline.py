@@ -11,6 +11,7 @@ from pathlib import Path
 from deepinfer.observability.timers import SCOPE_PREFIX
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 HOST_COLOURS = {
     "schedule": "#4e79a7",
     "inputs": "#76b7b2",
@@ -25,11 +26,12 @@ DEVICE_COLOUR = "#7b5ea7"
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Microseconds on the trace's clock."""
+    """Microseconds on the trace's clock. `launched`: when the host had handed an operation of the device over."""
 
     name: str
     start: float
     end: float
+    launched: float | None = None
 
 
 @dataclass
@@ -50,16 +52,33 @@ class Timeline:
         busy = sum(i.end - i.start for i in merged([i for i in clipped if i.end > i.start]))
         return 1 - busy / (end - start)
 
+    def drained_share(self, start: float, end: float) -> float:
+        """Share of [start, end] in which the device was idle because the host had not launched what came next.
+
+        The rest of the idle share is between operations that were queued: too short for the host to be the reason.
+        """
+        drained, busy_until = 0.0, start
+        for operation in self.device:
+            if operation.end <= start:
+                continue
+            gap_end = min(operation.start, end)
+            if operation.launched is not None and gap_end > busy_until:
+                drained += max(min(operation.launched, gap_end) - busy_until, 0.0)
+            busy_until = max(busy_until, operation.end)
+            if busy_until >= end:
+                break
+        return drained / (end - start)
+
     def between(self, start: float, end: float) -> Timeline:
         """What lies in [start, end], at least in part."""
         return Timeline(*([i for i in lane if i.end > start and i.start < end] for lane in (self.host, self.device)))
 
     def save(self, path: Path) -> None:
         """A Chrome trace of these lanes alone, gzipped: small enough to keep."""
-        lanes = (("host", self.host), ("device", self.device))
         events = [
             {"ph": "X", "pid": 0, "tid": lane, "name": i.name[:80], "ts": i.start, "dur": i.end - i.start}
-            for lane, intervals in lanes
+            | ({} if i.launched is None else {"args": {"launched": i.launched}})
+            for lane, intervals in (("host", self.host), ("device", self.device))
             for i in intervals
         ]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,15 +88,22 @@ class Timeline:
 def read_trace(path: Path) -> Timeline:
     """The lanes of a Chrome trace that torch.profiler wrote, or `Timeline.save`."""
     content = path.read_bytes()
+    events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
+    events = [event for event in events if event.get("ph") == "X"]
+    launches = {  # what the host calls and what the device does carry one number
+        event["args"]["correlation"]: event["ts"] + event["dur"]
+        for event in events
+        if event.get("cat") in LAUNCH_CATEGORIES and "correlation" in event.get("args", {})
+    }
     timeline = Timeline()
-    for event in json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]:
-        if event.get("ph") != "X":
-            continue
-        name, start = event["name"], event["ts"]
-        if event.get("cat") in DEVICE_CATEGORIES or event.get("tid") == "device":
-            timeline.device.append(Interval(name, start, start + event["dur"]))
-        elif event.get("cat") == "user_annotation" and name.startswith(SCOPE_PREFIX) or event.get("tid") == "host":
-            timeline.host.append(Interval(name.removeprefix(SCOPE_PREFIX), start, start + event["dur"]))
+    for event in events:
+        name, start, arguments = event["name"], event["ts"], event.get("args", {})
+        end, category, lane = start + event["dur"], event.get("cat"), event.get("tid")
+        if category in DEVICE_CATEGORIES or lane == "device":
+            launched = arguments.get("launched", launches.get(arguments.get("correlation")))
+            timeline.device.append(Interval(name, start, end, launched))
+        elif (category == "user_annotation" and name.startswith(SCOPE_PREFIX)) or lane == "host":
+            timeline.host.append(Interval(name.removeprefix(SCOPE_PREFIX), start, end))
     timeline.host.sort(key=lambda i: i.start)
     timeline.device.sort(key=lambda i: i.start)
     return timeline

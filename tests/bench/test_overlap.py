@@ -26,6 +26,22 @@ def test_idle_share_counts_every_microsecond_once(intervals: list[tuple[int, int
     assert timeline.idle_share(start, start + length) == pytest.approx(idle / length)
 
 
+@given(INTERVALS, st.lists(st.integers(0, 70), min_size=12, max_size=12), st.integers(0, 40), st.integers(1, 40))
+def test_drained_is_idle_before_the_next_launch(
+    intervals: list[tuple[int, int]], launches: list[int], start: int, length: int
+) -> None:
+    operations = [
+        Interval("k", first, first + size, min(launched, first))
+        for (first, size), launched in zip(sorted(intervals), launches, strict=False)
+    ]
+    busy = {tick for operation in operations for tick in range(int(operation.start), int(operation.end))}
+    drained = 0
+    for tick in range(start, start + length):
+        coming = next((operation for operation in operations if operation.start > tick), None)
+        drained += tick not in busy and coming is not None and coming.launched > tick
+    assert Timeline(device=operations).drained_share(start, start + length) == pytest.approx(drained / length)
+
+
 def chrome_trace(path: Path) -> Path:
     """What torch.profiler writes: scopes, operators, kernels and their ranges on the device."""
     events = []
@@ -37,7 +53,24 @@ def chrome_trace(path: Path) -> Path:
             {"ph": "X", "cat": "user_annotation", "name": "Optimizer.step", "ts": at, "dur": 99, "tid": 1},
             {"ph": "X", "cat": "gpu_user_annotation", "name": "engine: forward", "ts": at, "dur": 99, "tid": 7},
             {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": at, "dur": 99, "tid": 1},
-            {"ph": "X", "cat": "kernel", "name": "gemm", "ts": at + 20, "dur": 60, "tid": 7},
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": "cudaLaunchKernel",
+                "ts": at + 11,
+                "dur": 4,
+                "tid": 1,
+                "args": {"correlation": 2 * step},
+            },
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "gemm",
+                "ts": at + 20,
+                "dur": 60,
+                "tid": 7,
+                "args": {"correlation": 2 * step},
+            },
             {"ph": "X", "cat": "kernel", "name": "gemm", "ts": at + 60, "dur": 30, "tid": 8},
             {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "ts": at + 95, "dur": 5, "tid": 7},
             {"ph": "i", "cat": "x", "name": "mark", "ts": at},
@@ -51,6 +84,7 @@ def test_lanes_of_a_trace_and_of_what_is_saved_of_it(tmp_path: Path) -> None:
     assert timeline.steps == [100.0 * step for step in range(8)]
     assert len(timeline.host) == 16 and len(timeline.device) == 24
     assert timeline.idle_share(100, 700) == pytest.approx(0.25)
+    assert timeline.drained_share(100, 700) == pytest.approx(0.15)  # 20 us idle a step, 15 of them before the launch
     timeline.save(tmp_path / "small.json.gz")
     assert read_trace(tmp_path / "small.json.gz") == timeline
 
