@@ -36,8 +36,9 @@ class ChatStream:
         self._head = {"id": id, "created": created, "model": model}
         self._fingerprint: str | None = None
         self._index = index
-        self._content = ""
+        self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
+        self._arguments: list[list[str]] = []  # of each call
         self._logprobs: dict[str, list[Any]] = {}
 
     def start(
@@ -71,11 +72,14 @@ class ChatStream:
 
     def response(self) -> dict[str, Any]:
         """The whole answer as a chat.completion object."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._content}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
         if self._stage in ("ReasoningStart", "ReasoningContinuation"):
             message["reasoning_content"] = self.reader.parser.reasoning
         if self._calls:
-            message["tool_calls"] = self._calls
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": "".join(pieces)}}
+                for call, pieces in zip(self._calls, self._arguments, strict=True)
+            ]
         choice = {
             "index": self._index,
             "message": message,
@@ -99,7 +103,7 @@ class ChatStream:
     def _event_chunk(self, event: Event) -> Chunk:
         match event:
             case AnswerText(text, logprobs):
-                self._content += text
+                self._content.append(text)
                 return self._text_chunk("content", text, logprobs)
             case ReasoningText(text, logprobs):
                 return self._text_chunk("reasoning_content", text, logprobs)
@@ -107,9 +111,10 @@ class ChatStream:
                 function = {"name": name, "arguments": ""}
                 entry = {"index": index, "id": call_id, "type": "function", "function": function}
                 self._calls.append({**entry, "function": dict(function)})
+                self._arguments.append([])
                 return self._chunk({"tool_calls": [entry]})
             case ToolCallArguments(index, text):
-                self._calls[index]["function"]["arguments"] += text
+                self._arguments[index].append(text)
                 return self._chunk({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
 
     def _text_delta(self, key: str, text: str) -> dict[str, Any]:

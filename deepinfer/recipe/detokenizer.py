@@ -20,6 +20,7 @@ class Detokenizer:
         self._silent = {tokenizer.control_ids[role] for role in silent_roles if role in tokenizer.control_ids}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
+        self._between_characters = True
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text of these tokens, up to the last one that ends a character; the others wait.
@@ -30,8 +31,13 @@ class Detokenizer:
         for token_id in token_ids:
             if token_id in self._silent:
                 continue
+            text = self._tokenizer.text_of(token_id)
+            if text is not None and self._between_characters:
+                out.append(text)
+                continue
             self._held += self._decoder.decode(self._tokenizer.bytes_of(token_id))
-            if not self._decoder.getstate()[0]:
+            self._between_characters = not self._decoder.getstate()[0]
+            if self._between_characters:
                 out.append(self._held)
                 self._held = ""
         return "".join(out)

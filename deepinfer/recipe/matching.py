@@ -68,6 +68,13 @@ class Search:
                 return found
         return None
 
+    def passes(self, text: str) -> bool:
+        """Whether a text at the start holds nothing of a delimiter, and nothing that would be trimmed before one."""
+        delimiters = self.delimiters
+        if delimiters.first is None:
+            return True
+        return delimiters.first.search(text) is None and not (delimiters.trimmed and text.endswith("\n"))
+
     def held(self, text: str) -> int:
         """Where the part of ``text`` begins that may yet turn out to belong to a delimiter."""
         trimmed = [n for n, string in zip(self.matched, self.delimiters.strings, strict=True)
@@ -97,6 +104,10 @@ class HoldBack:
     def restart(self, delimiters: Delimiters) -> None:
         """Look for other delimiters in what is pending and what follows."""
         self._search = Search(delimiters)
+
+    def passes(self, text: str) -> bool:
+        """Whether this text may be let out at once: nothing is pending, and no delimiter begins in it."""
+        return not self._text and self._search.passes(text)
 
     def add(self, piece: Piece) -> None:
         self._pieces.append(piece)
@@ -164,6 +175,8 @@ class StopStrings:
         """(text to show, stop string that ends the output).  After a match nothing more is shown."""
         if self.stopped is not None:
             return "", self.stopped
+        if self._pending.passes(text):
+            return text, None
         self._pending.add(Piece(text))
         out, self.stopped = self._pending.next()
         last = self.stopped if self.stopped is not None and self._include else ""

@@ -22,13 +22,11 @@ class StreamParser:
     text was cut.
     """
 
-    def __init__(
-        self, options: ParsingOptions | None = None, new_id: Callable[[int, bool], str] = new_call_id
-    ) -> None:
+    def __init__(self, options: ParsingOptions | None = None, new_id: Callable[[int, bool], str] = new_call_id) -> None:
         """``new_id(index, reasoning was empty)`` names a call."""
         self.options = options or ParsingOptions()
         self.stop_string: str | None = None
-        self.reasoning = ""
+        self._reasoning: list[str] = []  # a string would be copied with every piece
         self._new_id = new_id
         self._state = self._first_state()
         self._pending = HoldBack(self._delimiters())
@@ -36,6 +34,11 @@ class StreamParser:
         self._drop_newlines = stage in (None, "ReasoningStart")
         self._spaced = False
         self._tools: DsmlParser | None = self._dsml() if self._state == "tools" else None
+
+    @property
+    def reasoning(self) -> str:
+        """All of it so far."""
+        return "".join(self._reasoning)
 
     @property
     def stopped(self) -> bool:
@@ -52,7 +55,10 @@ class StreamParser:
             return []
         if self._tools is not None:
             return self._tools.push(text)
-        self._pending.add(Piece(text, tuple(logprobs)))
+        piece = Piece(text, tuple(logprobs))
+        if not self._drop_newlines and self._pending.passes(text):
+            return self._emit([piece])
+        self._pending.add(piece)
         return self._read()
 
     def finish(self, engine_reason: str = "stop") -> list[Event]:
@@ -143,7 +149,7 @@ class StreamParser:
 
     def _emit(self, pieces: list[Piece]) -> list[Event]:
         if self._state == "reasoning":
-            self.reasoning += "".join(piece.text for piece in pieces)
+            self._reasoning += [piece.text for piece in pieces]
             return [ReasoningText(piece.text, piece.extra) for piece in pieces]
         if self._state in ("before_json", "after_json"):
             if not pieces or self._spaced:
@@ -154,4 +160,4 @@ class StreamParser:
 
     def _dsml(self) -> DsmlParser:
         thinking = self.options.thinking_initial_stage is not None
-        return DsmlParser(lambda index: self._new_id(index, thinking and not self.reasoning))
+        return DsmlParser(lambda index: self._new_id(index, thinking and not self._reasoning))

@@ -43,6 +43,7 @@ class Tokenizer:
         self._plain = _plain_tokenizer(definition, added)
         self._can_be_cut = can_be_cut(definition)
         self._cache = SegmentCache()
+        self._texts: dict[int, str | None] = {}  # of the tokens that ``text_of`` was asked for
 
     @classmethod
     def from_file(
@@ -112,6 +113,18 @@ class Tokenizer:
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token ID {token_id} is outside the vocabulary of {self.vocab_size}")
         return self.token_bytes[token_id]
+
+    def text_of(self, token_id: int) -> str | None:
+        """Text of a token, None for one that is only a part of characters.  Raises ValueError as ``bytes_of`` does."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text = self.bytes_of(token_id).decode("utf-8")
+            except UnicodeDecodeError:
+                text = None
+            self._texts[token_id] = text
+            return text
 
 
 def check_unicode(texts: Iterable[str]) -> None:

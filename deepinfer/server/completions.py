@@ -77,15 +77,19 @@ class Choice:
 
     index: int
     prompt: list[int]
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     offset: int = 0  # characters of the tokens so far, for text_offset
 
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
     def add(self, delta: Delta[str]) -> None:
-        self.text += "".join(delta.pieces)
+        self.pieces += delta.pieces
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason

@@ -14,6 +14,7 @@ from prometheus_client.utils import floatToGoString
 from deepinfer.engine.client import RemoteStatistics
 from deepinfer.observability.stats import STEP_BOUNDS, STEP_TOKENS, StatsLogger, step_bucket
 from deepinfer.outputs import RequestMetrics
+from deepinfer.server.fast_metrics import FastCounter, FastHistogram
 from deepinfer.server.metric_names import ManyNames
 
 # vLLM's buckets.  Gaps between tokens start lower than there: a small model needs a millisecond.
@@ -54,6 +55,7 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.model_name = model_name
+        self._labels = {"model_name": model_name, "engine": "0"}
         self.running = self._gauge("num_requests_running", "Requests that hold cache.")
         self.waiting = self._gauge("num_requests_waiting", "Requests that wait to be scheduled.")
         self.cache_usage = self._gauge("kv_cache_usage_perc", "Used share of the KV cache blocks, 0 to 1.")
@@ -92,7 +94,7 @@ class Metrics:
         self.block_size = 0
         self.cache_tokens = self._gauge("kv_cache_num_tokens", "Tokens that the KV cache blocks can hold.")
         self.used_tokens = self._gauge("kv_cache_used_tokens", "Tokens that the used KV cache blocks can hold.")
-        self.steps = StepHistogram({"model_name": model_name, "engine": "0"})
+        self.steps = StepHistogram(self._labels)
         self.registry.register(self.steps)
         self.http_requests = Counter(
             "http_requests", "HTTP requests answered.", ("handler", "method", "status"), registry=self.registry
@@ -108,7 +110,7 @@ class Metrics:
         self.engine_restarts = self._gauge("engine_restarts", "Times the engine process died and was started again.")
 
         self._engine_gauges: dict[str, Gauge] = {}
-        self._engine_counters: dict[str, Counter] = {}
+        self._engine_counters: dict[str, FastCounter] = {}
         self._engine_totals: dict[str, float] = {}
 
     def update(self, statistics: StatsLogger | RemoteStatistics) -> None:
@@ -152,12 +154,11 @@ class Metrics:
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"deepinfer:{name}", text, _LABELS, registry=self.registry).labels(self.model_name, "0")
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"deepinfer:{name}", text, _LABELS, registry=self.registry).labels(self.model_name, "0")
+    def _counter(self, name: str, text: str) -> FastCounter:
+        return FastCounter(f"deepinfer:{name}", text, self._labels, self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(f"deepinfer:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
-        return metric.labels(self.model_name, "0")
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> FastHistogram:
+        return FastHistogram(f"deepinfer:{name}", text, self._labels, self.registry, bounds)
 
     def admit(self, prompt_tokens: int, n: int, max_tokens: int | None) -> None:
         """Count one prompt that passed all checks."""
