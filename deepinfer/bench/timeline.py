@@ -164,7 +164,8 @@ def draw(panels: dict[str, Timeline], num_steps: int = 3) -> str:
         top = bottom + 10
     for tick in range(5):
         x, value = LEFT + longest * scale * tick / 4, longest * tick / 4
-        parts.append(f'<text x="{x:.0f}" y="{top + 12:.0f}" text-anchor="middle">{value / 1000:.2f} ms</text>')
+        anchor = "end" if tick == 4 else "middle"
+        parts.append(f'<text x="{x:.0f}" y="{top + 12:.0f}" text-anchor="{anchor}">{value / 1000:.2f} ms</text>')
     height = top + 20
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" font-family="sans-serif" '
     return head + 'font-size="11"><rect width="100%" height="100%" fill="white"/>' + "".join(parts) + "</svg>\n"
