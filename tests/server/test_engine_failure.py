@@ -78,3 +78,18 @@ def test_a_dead_engine_is_reported(client: TestClient, text_engine: TextEngine) 
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 503 and answer.json()["error"]["type"] == "server_error"
     assert client.get("/metrics").status_code == 200
+
+
+def test_spark_358_health_is_not_green_while_nothing_can_be_generated(
+    client: TestClient, text_engine: TextEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model gives no finite logits: the process lives, but /health_generate says what clients see."""
+    assert client.get("/health_generate").status_code == 200
+    runner = text_engine.engine._engine.runner
+    run = runner.run
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run", lambda inputs: run(inputs) * float("nan"))
+        assert client.get("/health_generate").status_code == 503
+        assert client.post("/v1/completions", json=BODY).status_code == 500
+        assert client.get("/health").status_code == 200
+    assert client.get("/health_generate").status_code == 200

@@ -1,11 +1,57 @@
-"""Faults that users of other servers reported, each as a test of the right behaviour.  Test names carry the report."""
+"""Faults that users of other servers reported, each as a test of the right behaviour.  Test names carry the report.
+
+Which test fails if this server had the fault (those without a file name are here):
+
+tool calls lost at chunk borders (sglang 35563)
+    test_sglang_35563_no_call_is_lost_at_any_split
+call text left in the content (sglang 17593)
+    test_sglang_17593_no_call_text_is_left_in_the_content
+arguments sent as one lump (sglang 14711, PR 19662)
+    test_sglang_14711_arguments_stream_as_they_are_produced
+a reply without </think> vanishes (vllm 48645)
+    test_vllm_48645_a_reply_without_think_end_is_in_the_content, test_vllm_48645_cut_off_while_thinking_stays_reasoning,
+    test_vllm_48645_a_call_without_think_end_is_a_call
+bad grammars crash the server (vllm 17313, PR 45346, PR 37642); unbounded white space or numbers (vllm 38696, 52011)
+    test_vllm_17313_bad_grammars_are_refused_and_disturb_nobody, as long as no grammar is enforced
+tool schemas that are odd do the same
+    test_vllm_17313_odd_tool_schemas_disturb_nobody
+part of a stop string is sent (vllm 3574, aprender PR 2019)
+    test_vllm_3574_nothing_of_a_stop_string_is_sent_early,
+    test_vllm_3574_stream_equals_whole_with_and_without_the_stop_string
+tokens and log-probabilities past a stop string (vllm PR 47616)
+    test_vllm_47616_everything_is_cut_at_the_token_that_completes_the_stop,
+    test_vllm_47616_usage_and_ids_are_cut_where_the_text_is
+a disconnect does not stop the work (vllm 54947, PR 42263, PR 7111)
+    test_vllm_54947_a_disconnect_stops_the_work, test_vllm_54947_a_disconnect_between_two_chunks_of_the_prompt,
+    test_disconnect.py: test_disconnect_aborts_every_sequence (n, lists), test_disconnect_while_waiting_and_prefilling
+a late event for a request that is gone (LMCache 4185, 3688)
+    tests/engine/test_engine_process.py: test_a_hundred_random_cancels_leave_nothing_behind,
+    test_late_news_does_not_reach_a_new_request_of_the_same_id
+Messages: ids, order, arguments, list results (vllm PR 34053); late system text (vllm 48874)
+    test_vllm_34053_ids_order_and_arguments_of_a_message, test_vllm_34053_a_tool_result_in_list_form_is_its_text,
+    test_vllm_48874_system_text_after_a_user_turn_stands_at_its_place,
+    test_messages.py: test_a_tool_call_and_its_result (official client)
+usage differs between stream and whole (sglang 4707, omlx 919)
+    test_sglang_4707_usage_is_the_same_streamed_or_not
+internal settings as request fields (sglang 36855)
+    test_sglang_36855_internal_settings_are_no_request_fields
+a step hangs (sglang 33549)
+    tests/engine/test_engine_process.py: test_an_engine_that_hangs_is_restarted
+replies are empty while health is green (spark-vllm-docker 358)
+    test_engine_failure.py: test_spark_358_health_is_not_green_while_nothing_can_be_generated
+
+Of features that are not there yet: prefix caching (ATOM 1417, vllm 44701, openvino.genai 3722, 1Cat 205, vllm-ascend
+16270), speculation (vllm 51009, 56797, the soak of spark-vllm-docker 358), grammars (openvino.genai 4081).
+"""
 
 import asyncio
 import itertools
 import json
 import re
 import socket
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +73,7 @@ from tests.server.forced import (
     request,
     whole,
 )
-from tests.server.process import KEY, MODEL, Server, lines_of
+from tests.server.process import KEY, MODEL, Server, lines_of, start_server
 
 THREE_CALLS = (
     '<｜DSML｜ calls>\n<｜DSML｜ invoke name="now">\n\n</｜DSML｜ invoke>\n'
@@ -219,6 +265,89 @@ def test_vllm_47616_everything_is_cut_at_the_token_that_completes_the_stop(
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", " ha ha ha") and engine.closed
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_vllm_47616_usage_and_ids_are_cut_where_the_text_is(server: Server, stream: bool) -> None:
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, "logprobs": 2, "stream_options": {"include_usage": True}}
+    free = server.http.post("/v1/completions", json=body).json()["choices"][0]
+    texts = [
+        server.http.post("/detokenize", json={"tokens": free["token_ids"][:count]}).json()["prompt"]
+        for count in range(1, 25)
+    ]
+    stop = texts[-1][9:12]
+    count = next(number for number, text in enumerate(texts, 1) if stop in text)
+    asked = body | {"stop": [stop], "stream": stream}
+    if not stream:
+        answer = server.http.post("/v1/completions", json=asked).json()
+        parts, usage = answer["choices"], answer["usage"]
+    else:
+        with server.http.stream("POST", "/v1/completions", json=asked) as answer:
+            events = [json.loads(line[6:]) for line in lines_of(answer) if line.startswith("data: {")]
+        parts, usage = [event["choices"][0] for event in events[:-1]], events[-1]["usage"]
+    assert [token_id for part in parts for token_id in part["token_ids"]] == free["token_ids"][:count]
+    logprobs = [value for part in parts for value in part["logprobs"]["token_logprobs"]]
+    assert logprobs == free["logprobs"]["token_logprobs"][:count]
+    assert usage["completion_tokens"] == count
+    assert "".join(part["text"] for part in parts) == texts[-1][: texts[-1].index(stop)]
+    assert (parts[-1]["finish_reason"], parts[-1]["stop_reason"]) == ("stop", stop)
+
+
+RECURSIVE = {"$defs": {"a": {"properties": {"a": {"$ref": "#/$defs/a"}}}}, "$ref": "#/$defs/a"}
+SCHEMAS: list[Any] = ["", {}, {"$ref": "#/nope"}, RECURSIVE, {"enum": ["x" * (1 << 20)]}, {"type": "nothing"}]
+BAD_GRAMMARS: list[dict[str, Any]] = [
+    *({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": one}}} for one in SCHEMAS),
+    *({"structured_outputs": {"regex": one}} for one in ("(", "[a", "^( | .*)$")),
+    {"structured_outputs": {"json_object": False}},
+    {"structured_outputs": {"json": ""}},
+    {"structured_outputs": {"regex": "a", "json": {}}},
+    {"guided_regex": "(", "guided_json": "{"},
+    {"response_format": {"type": "regex", "regex": "("}},
+    {"response_format": 7},
+]
+
+
+@contextmanager
+def eight_streams(server: Server) -> Iterator[None]:
+    """Eight clients generate meanwhile; each must get all of its tokens."""
+    body = {"model": MODEL, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True}
+
+    def ask(number: int) -> dict[str, Any]:
+        return server.http.post("/v1/completions", json=body | {"prompt": f"Once {number}"}).json()["choices"][0]
+
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(ask, number) for number in range(8)]
+        server.wait_for("deepinfer:num_requests_running", 8)
+        yield
+        answers = [one.result() for one in running]
+    assert [(answer["finish_reason"], len(answer["token_ids"])) for answer in answers] == [("length", 300)] * 8
+    server.wait_for("deepinfer:kv_cache_usage_perc", 0)
+
+
+def test_vllm_17313_bad_grammars_are_refused_and_disturb_nobody(server: Server) -> None:
+    with eight_streams(server):
+        for change in BAD_GRAMMARS:
+            for path in ("/v1/chat/completions", "/v1/completions"):
+                body = {"model": MODEL, "max_tokens": 4, **ROUTES[path]} | change
+                answer = server.http.post(path, json=body)
+                error = answer.json()["error"]
+                assert answer.status_code == 400, (path, change)
+                assert error["type"] == "invalid_request_error" and error["param"].split(".")[0] in change
+    assert server.http.get("/health_generate").status_code == 200
+
+
+def test_vllm_17313_odd_tool_schemas_disturb_nobody(server: Server) -> None:
+    deep: dict[str, Any] = {"type": "object"}
+    for _ in range(60):
+        deep = {"type": "object", "properties": {"a": deep}}
+    with eight_streams(server):
+        for schema in [*SCHEMAS, deep, {"type": "object", "properties": RECURSIVE}]:
+            tool = {"type": "function", "function": {"name": "now", "parameters": schema}}
+            body = {"model": MODEL, **ROUTES["/v1/chat/completions"], "max_tokens": 1, "tools": [tool]}
+            answer = server.http.post("/v1/chat/completions", json=body)
+            assert answer.status_code in (200, 400), answer.text
+    assert server.http.get("/health_generate").status_code == 200
+
+
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 900},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 900},
@@ -243,6 +372,26 @@ def test_vllm_54947_a_disconnect_stops_the_work(server: Server, path: str, strea
     server.wait_for("deepinfer:request_success_total", aborted + 1, finished_reason="abort")
     assert server.metric("deepinfer:generation_tokens_total") - generated < 600
     assert server.metric("deepinfer:kv_cache_usage_perc") == 0
+
+
+def test_vllm_54947_a_disconnect_between_two_chunks_of_the_prompt(checkpoint: Path) -> None:
+    """One long prompt in chunks of 8 tokens: the client leaves before the first token."""
+    server = start_server(checkpoint, "--served-model-name", MODEL, "--api-key", KEY, "--prefill-chunk-size", "8")
+    try:
+        body = json.dumps({"model": MODEL, "prompt": [50] * 1000, "max_tokens": 20, "ignore_eos": True})
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nx-api-key: {KEY}\r\nContent-Length: {len(body)}"
+            connection.sendall(f"{head}\r\n\r\n{body}".encode())
+            server.wait_for("deepinfer:num_requests_running", 1)
+        server.wait_for("deepinfer:request_success_total", 1, seconds=10, finished_reason="abort")
+        server.wait_for("deepinfer:num_requests_running", 0, seconds=5)
+        assert server.metric("deepinfer:generation_tokens_total") == 0
+        assert server.metric("deepinfer:iteration_tokens_total_sum") < 1000, "the rest of the prompt was not read"
+        assert server.metric("deepinfer:kv_cache_usage_perc") == 0
+    finally:
+        server.process.terminate()
+        server.process.wait(timeout=30)
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -354,3 +503,11 @@ def test_a_response_that_fails_says_so(tokenizer: Tokenizer, error: Exception, t
     message = "the engine is not running" if isinstance(error, EngineStoppedError) else "internal server error"
     assert kept[0]["status"] == "failed" and kept[0]["error"] == {"code": "server_error", "message": message}
     assert kept[0]["output"][0]["content"][0]["text"] == "half an ans"
+
+
+def test_the_list_above_names_tests_that_exist() -> None:
+    tests = "".join(path.read_text() for path in Path(__file__).parent.parent.rglob("test_*.py"))
+    named = re.findall(r"(?<![/\w])test_\w+(?!\.py)\b", __doc__ or "")
+    assert len(named) > 20
+    for name in named:
+        assert f"def {name}(" in tests, name
