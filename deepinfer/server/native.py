@@ -35,7 +35,7 @@ _SPELLED = {
     "no_stop_trim": "include_stop_str_in_output",
 } | {name: name for name in _SAME}
 _THEIRS = {ours: theirs for theirs, ours in _SPELLED.items()}
-_TOP = ("lora_path", "return_hidden_states", "return_routed_experts", "data_parallel_rank", "priority")
+_TOP = ("lora_path", "return_hidden_states", "return_routed_experts", "data_parallel_rank")
 
 
 class GenerateRequest(BaseModel):
@@ -60,6 +60,7 @@ class GenerateRequest(BaseModel):
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     rid: RequestName | None = None
+    priority: int | None = None  # here a higher one goes first
 
     def completion(self, model: str) -> CompletionRequest:
         """The same as a Completions request.  ApiError 400 naming the field in this route's own terms."""
@@ -72,6 +73,8 @@ class GenerateRequest(BaseModel):
             raise ApiError(message, param="sampling_params")
         body = {_SPELLED[name]: value for name, value in given.items()}
         body.setdefault("max_tokens", DEFAULT_MAX_NEW_TOKENS)
+        if self.priority is not None:
+            body["priority"] = -self.priority
         body |= {"model": model, "prompt": self.input_ids if self.text is None else self.text}
         if self.return_logprob:
             body["logprobs"] = self.top_logprobs_num or 0

@@ -41,7 +41,6 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "ebnf": ((), _NO_GRAMMARS),
     "structural_tag": ((), _NO_GRAMMARS),
     "logprob_token_ids": (([],), "ask for logprobs"),
-    "priority": ((0,), "requests are served in order of arrival"),
     "cache_salt": ((), "there is no prefix cache to salt"),
     "kv_transfer_params": ((), _UNITS),
     "data_parallel_rank": ((0,), _UNITS),
@@ -60,6 +59,8 @@ NOT_IN_ITEMS: dict[str, tuple[tuple, str]] = {
     "return_tokens_as_token_ids": ((False,), "use /v1/chat/completions"),
     "truncate_prompt_tokens": ((), "shorten the input before sending it"),
     "include_reasoning": ((True,), "reasoning comes in an item of its own that can be ignored"),
+    "priority": ((0,), "use /v1/chat/completions"),
+    "deadline_seconds": ((), "use /v1/chat/completions"),
 }
 _NOT_CHAT = NOT_SAMPLED | {
     "response_format": (({"type": "text"},), 'only {"type": "text"} can be guaranteed so far'),
@@ -91,7 +92,7 @@ _NOT_COMPLETION = NOT_SAMPLED | {
 # Request fields that SamplingParams has under the same name.
 _PASSED_ON = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-    "ignore_eos", "min_tokens", "force_topk", "golden_token_ids",
+    "ignore_eos", "min_tokens", "force_topk", "golden_token_ids", "priority", "deadline_seconds",
 )  # fmt: skip
 
 
@@ -127,6 +128,8 @@ class SamplingRequest(BaseModel):
     logit_bias: dict[str, float] | None = None
     force_topk: int | None = None  # this engine's own, like the next one
     golden_token_ids: TokenIds | None = None
+    priority: int | None = None
+    deadline_seconds: float | None = None  # this engine's own
     return_token_ids: bool | None = None
     return_prompt_text: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens as "token_id:42"
