@@ -9,8 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deepinfer.bench.synthetic import synthetic_config, synthetic_model
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.cuda_graph import DecodeGraphs, batch_sizes, step_shapes, table_widths
+from deepinfer.engine.engine import Engine
 from deepinfer.engine.model_inputs import build_model_inputs
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.scheduler import ScheduledBatch
@@ -163,3 +165,23 @@ def test_a_decode_batch_is_written_where_the_graph_reads_it(lengths: list[int], 
 
 def test_graphs_are_off_on_a_cpu_unless_asked_for() -> None:
     assert ModelRunner(model(), EngineConfig(num_blocks=4, max_num_seqs=2, dtype="fp64")).graphs is None
+
+
+@pytest.mark.slow
+def test_compiled_steps_give_the_same_tokens() -> None:
+    """torch.compile on a CPU: about a minute for a model of four layers and two shapes."""
+    small = synthetic_model(synthetic_config("v41-small", 4, 8), torch.float32, "cpu")
+    answers = []
+    for torch_compile in (False, True):
+        config = EngineConfig(num_blocks=8, max_num_seqs=2, max_model_len=256, torch_compile=torch_compile)
+        engine = Engine(ModelRunner(small, config), config)
+        for number in range(3):
+            params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+            engine.add_request(str(number), [5 + number, 9, 20], params)
+        tokens: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert output.error is None, output.error
+                tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+        answers.append(tokens)
+    assert answers[0] == answers[1] and len(answers[0]) == 3
