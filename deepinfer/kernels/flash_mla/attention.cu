@@ -1,14 +1,17 @@
 // Token-level sparse attention on Hopper: 64 heads of one query token a block, keys gathered row by row, keys = values.
 //
-// Two consumer warpgroups and one that fills key tiles of 64 rows. The tiles go in pairs (0, 1): group 0 scores tile 0,
-// group 1 tile 1, and each owns 256 of the 512 output columns, so that both read both tiles as values. The running
-// maximum passes 0 -> 1 -> 0, each group rescaling its own sums; probabilities travel through shared memory in register
-// layout. While one group is in its softmax the other multiplies. (The schedule is FlashMLA's "seesaw".) Half a tile
-// (256 columns) is refilled as soon as its last reader is done.
+// Two consumer warpgroups and one that fills key tiles of 64 rows. Tiles go in pairs (0, 1): group 0 scores tile 0, group
+// 1 tile 1, and each owns 256 of the 512 output columns, so that both read both tiles as values. Probabilities travel
+// through shared memory in register layout. Group 1 is half a pair behind: its products run during the softmax of group
+// 0 and the other way round (the "seesaw" of FlashMLA's published design). Half a tile (256 columns) is refilled as soon
+// as its last reader is done: with 64 KiB of queries there is room for two tiles only.
 //
 // Specialised by macros: HEADS, WINDOW_FORMAT, WINDOW_PAGE, LATENT_FORMAT, LATENT_PAGE (rows.cuh), SPLIT (blocks that share
 // a token's keys: a cluster), Q_NORM, ROPE, OUT_FP8.
 
+#ifndef CONSUMER_FENCE
+#define CONSUMER_FENCE 0
+#endif
 #include "epilogue.cuh"
 #include "query.cuh"
 #include "rows.cuh"
@@ -20,6 +23,7 @@
 #define LATENT_OR_ANY (LATENT_FORMAT == ROWS_NONE ? ROWS_BF16 : LATENT_FORMAT)
 #define KEY_SCALE (PACKED_ONLY ? UNPACK_SCALE : 1.0f)  // keys in shared memory are the true ones over this
 #define LOG2_E 1.4426950408889634f
+#define LAZY 8.0f
 #define LOWEST -1e30f  // a finite "no maximum yet"
 
 // Byte offsets in shared memory.
@@ -27,8 +31,8 @@
 #define QUERY (4 * HALF_TILE_BYTES)
 #define PROBABILITIES (QUERY + 65536)            // of tile 0 and tile 1, 16 words a thread
 #define BIAS (PROBABILITIES + 2 * 8192)          // float [2][64]: 0, or -inf for a key that is none
-#define MAXIMUM (BIAS + 512)                     // float [64]
-#define SUMS (MAXIMUM + 256)                     // float [2][64]
+#define MAXIMUM (BIAS + 512)                     // float [2][64]: the rows' maximum after tile 0 and after tile 1
+#define SUMS (MAXIMUM + 512)                     // float [2][64]
 #define PEER_STATES (SUMS + 512)                 // float [SPLIT][2][64]: maximum and sum of every block of the cluster
 #define BARRIERS (PEER_STATES + SPLIT * 512)
 #define SHARED_BYTES (BARRIERS + 128)
@@ -43,7 +47,7 @@ struct Params {
     int tokens;
 };
 
-enum NamedBarrier { MAXIMUM_0 = 1, MAXIMUM_1, PROBABILITIES_0, PROBABILITIES_1, SUMS_READY, GROUP };
+enum NamedBarrier { PROBABILITIES_0 = 1, PROBABILITIES_1, SUMS_READY };
 
 struct Barriers {
     u32 base;
@@ -186,13 +190,25 @@ DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// What a thread of a consumer group keeps of two rows: r and r + 8.
+// What a thread of a consumer group keeps of two rows: r and r + 8. Logits are in units of log 2.
 struct Softmax {
     float maximum[2], sum[2];
 
-    // s becomes logits (log 2) with absent keys at -inf; returns the rows' maxima.
-    DEVICE void logits(float (&s)[32], const float* bias, float scale, int c, float (&top)[2]) {
-        top[0] = top[1] = LOWEST;
+    // A row's maximum follows a new one only if that is LAZY above it: numerators up to 2^LAZY are as good, and most
+    // tiles then need no rescaling. Returns the factor for what was summed before.
+    DEVICE float raise(int i, float top) {
+        float next = top > maximum[i] + LAZY ? top : maximum[i];
+        return move(i, next);
+    }
+    DEVICE float move(int i, float next) {
+        float factor = exp2_fast(maximum[i] - next);
+        maximum[i] = next;
+        sum[i] *= factor;
+        return factor;
+    }
+    // s: products to numerators; absent keys have a bias of -inf.
+    DEVICE void step(float (&s)[32], const float* bias, float scale, int c, float (&factor)[2]) {
+        float top[2] = {LOWEST, LOWEST};
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             float2 b = *(const float2*)(bias + 8 * j + 2 * c);
@@ -202,17 +218,8 @@ struct Softmax {
                 top[i / 2] = fmaxf(top[i / 2], s[4 * j + i]);
             }
         }
-        top[0] = quad_max(top[0]);
-        top[1] = quad_max(top[1]);
-    }
-    // s becomes exp2(s - maximum); the sums follow the new maximum. Returns the factors for the output's rows.
-    DEVICE void step(float (&s)[32], const float (&next)[2], float (&factor)[2]) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            factor[i] = exp2_fast(maximum[i] - next[i]);
-            maximum[i] = next[i];
-            sum[i] *= factor[i];
-        }
+        for (int i = 0; i < 2; i++) factor[i] = raise(i, quad_max(top[i]));
 #pragma unroll
         for (int j = 0; j < 32; j++) {
             s[j] = exp2_fast(s[j] - maximum[j / 2 % 2]);
@@ -222,14 +229,17 @@ struct Softmax {
 };
 
 DEVICE void rescale(float (&o)[128], const float (&factor)[2]) {
+    if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
-    for (int j = 0; j < 128; j++) o[j] *= factor[j / 2 % 2];
+        for (int j = 0; j < 128; j++) o[j] *= factor[j / 2 % 2];
+    }
+    fence_registers(o);
 }
 
 // Probabilities as the left operand of a product: words 4 k .. 4 k + 3 are those of keys 16 k .. 16 k + 15.
-DEVICE void pack_probabilities(const float (&s)[32], const float (&factor)[2], u32 (&words)[16]) {
+DEVICE void pack_probabilities(const float (&s)[32], u32 (&words)[16]) {
 #pragma unroll
-    for (int j = 0; j < 16; j++) words[j] = pack_bf16(s[2 * j] * factor[j % 2], s[2 * j + 1] * factor[j % 2]);
+    for (int j = 0; j < 16; j++) words[j] = pack_bf16(s[2 * j], s[2 * j + 1]);
 }
 
 DEVICE void put_words(u8* target, const u32 (&words)[16]) {
@@ -245,13 +255,24 @@ DEVICE void get_words(const u8* source, u32 (&words)[16]) {
     }
 }
 
+DEVICE void put_maximum(float* target, const Softmax& softmax, int row, int c) {
+    if (c == 0) target[row] = softmax.maximum[0], target[row + 8] = softmax.maximum[1];
+}
+
+// Until a half tile is there and the matrix units see it.
+DEVICE void wait_for(u32 ready, u32 parity) {
+    barrier_wait(ready, parity);
+#if CONSUMER_FENCE
+    fence_to_matrix_units();
+#endif
+}
+
 #include "combine.cuh"
 
 template <int GROUP_ID>
 DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int first_item, int items, int step, int rank) {
     const int thread = threadIdx.x % 128, lane = thread % 32, c = lane % 4, row = thread / 32 * 16 + lane / 4;
     const float scale = p.scale * LOG2_E * KEY_SCALE;
-    const float one[2] = {1.0f, 1.0f};
     float* shared_maximum = (float*)(shared + MAXIMUM);
     float* sums = (float*)(shared + SUMS);
     const float* bias = (const float*)(shared + BIAS) + GROUP_ID * 64;
@@ -286,63 +307,39 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
         if (GROUP_ID == 0) {
             for (int pair = 0; pair < pairs; pair++) {
                 if (pair == 0) {
-                    barrier_wait(barriers.ready(0, 0), parity);
-                    fence_to_matrix_units();
+                    wait_for(barriers.ready(0, 0), parity);
                     score_half(s, query, my_keys, 0, true);
-                    barrier_wait(barriers.ready(0, 1), parity);
-                    fence_to_matrix_units();
+                    wait_for(barriers.ready(0, 1), parity);
                     score_half(s, query, my_keys, 1, false);
                     wgmma_wait<0>();
                     fence_registers(s);
                 }
                 if (pair == pairs - 1) arrive_warp(barriers.query_free(), lane);
-                float top[2];
-                softmax.logits(s, bias, scale, c, top);
-                top[0] = fmaxf(top[0], softmax.maximum[0]);
-                top[1] = fmaxf(top[1], softmax.maximum[1]);
-                softmax.step(s, top, factor);
-                if (c == 0) {
-                    shared_maximum[row] = top[0];
-                    shared_maximum[row + 8] = top[1];
-                }
-                named_arrive(MAXIMUM_0, 256);
+                softmax.step(s, bias, scale, c, factor);
+                pack_probabilities(s, words);
+                put_words(mine, words);
+                put_maximum(shared_maximum, softmax, row, c);
+                named_arrive(PROBABILITIES_0, 256);
                 rescale(o, factor);
-                fence_registers(o);
-                pack_probabilities(s, one, words);
                 add_values(o, words, values_0);
 
-                named_sync(MAXIMUM_1, 256);
-                float next[2] = {shared_maximum[row], shared_maximum[row + 8]};
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    factor[i] = exp2_fast(softmax.maximum[i] - next[i]);
-                    softmax.maximum[i] = next[i];
-                    softmax.sum[i] *= factor[i];
-                }
-                u32 rescaled[16];
-                pack_probabilities(s, factor, rescaled);
-                put_words(mine, rescaled);
-                named_arrive(PROBABILITIES_0, 256);
-
+                named_sync(PROBABILITIES_1, 256);
                 wgmma_wait<0>();
                 fence_registers(o);
                 arrive_warp(barriers.free(0, 0), lane);
+                factor[0] = softmax.move(0, shared_maximum[64 + row]);
+                factor[1] = softmax.move(1, shared_maximum[64 + row + 8]);
                 rescale(o, factor);
-                fence_registers(o);
-                named_sync(PROBABILITIES_1, 256);
                 get_words(other, words);
-                barrier_wait(barriers.ready(1, 0), parity);
-                fence_to_matrix_units();
+                wait_for(barriers.ready(1, 0), parity);
                 add_values(o, words, values_1);
                 parity ^= 1;
                 if (pair + 1 < pairs) {
-                    barrier_wait(barriers.ready(0, 0), parity);
-                    fence_to_matrix_units();
+                    wait_for(barriers.ready(0, 0), parity);
                     score_half(s, query, my_keys, 0, true);
                     wgmma_wait<1>();
                     arrive_warp(barriers.free(1, 0), lane);
-                    barrier_wait(barriers.ready(0, 1), parity);
-                    fence_to_matrix_units();
+                    wait_for(barriers.ready(0, 1), parity);
                     score_half(s, query, my_keys, 1, false);
                     wgmma_wait<0>();
                     fence_registers(s);
@@ -355,45 +352,36 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
             }
         } else {
             for (int pair = 0; pair < pairs; pair++) {
-                barrier_wait(barriers.ready(1, 1), parity);
-                fence_to_matrix_units();
+                wait_for(barriers.ready(1, 1), parity);
                 score_half(s, query, my_keys, 1, true);
-                barrier_wait(barriers.ready(1, 0), parity);
-                fence_to_matrix_units();
+                wait_for(barriers.ready(1, 0), parity);
                 score_half(s, query, my_keys, 0, false);
-                wgmma_wait<0>();
+
+                named_sync(PROBABILITIES_0, 256);  // tile 0's values while our scores are on their way
+                factor[0] = softmax.move(0, shared_maximum[row]);
+                factor[1] = softmax.move(1, shared_maximum[row + 8]);
+                rescale(o, factor);
+                get_words(other, words);
+                wait_for(barriers.ready(0, 1), parity);
+                add_values(o, words, values_0);
+                wgmma_wait<1>();
                 fence_registers(s);
                 if (pair == pairs - 1) arrive_warp(barriers.query_free(), lane);
-                float top[2];
-                softmax.logits(s, bias, scale, c, top);
-                named_sync(MAXIMUM_0, 256);
-                top[0] = fmaxf(top[0], shared_maximum[row]);
-                top[1] = fmaxf(top[1], shared_maximum[row + 8]);
-                __syncwarp();
-                if (c == 0) {
-                    shared_maximum[row] = top[0];
-                    shared_maximum[row + 8] = top[1];
-                }
-                named_arrive(MAXIMUM_1, 256);
-                softmax.step(s, top, factor);
-                rescale(o, factor);
-                fence_registers(o);
-                pack_probabilities(s, one, words);
-                add_values(o, words, values_1);
-                put_words(mine, words);
+                softmax.step(s, bias, scale, c, factor);
+                u32 next_words[16];
+                pack_probabilities(s, next_words);
+                put_words(mine, next_words);
+                put_maximum(shared_maximum + 64, softmax, row, c);
                 named_arrive(PROBABILITIES_1, 256);
 
-                named_sync(PROBABILITIES_0, 256);
-                u32 theirs[16];
-                get_words(other, theirs);
-                barrier_wait(barriers.ready(0, 1), parity);
-                fence_to_matrix_units();
-                add_values(o, theirs, values_0);
-                wgmma_wait<1>();
-                arrive_warp(barriers.free(1, 1), lane);
                 wgmma_wait<0>();
                 fence_registers(o);
                 arrive_warp(barriers.free(0, 1), lane);
+                rescale(o, factor);
+                add_values(o, next_words, values_1);
+                wgmma_wait<0>();
+                fence_registers(o);
+                arrive_warp(barriers.free(1, 1), lane);
                 parity ^= 1;
             }
         }

@@ -1,5 +1,8 @@
 // Hopper instructions in plain PTX: barriers, asynchronous copies, matrix products of a warpgroup. No headers needed.
 #pragma once
+#ifndef HINT
+#define HINT 2
+#endif
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -39,9 +42,16 @@ DEVICE void fence_to_matrix_units() { asm volatile("fence.proxy.async.shared::ct
 
 // ------------------------------------------------------------------ memory
 
+#if HINT == 0
+#define COPY_HINT ""
+#elif HINT == 1
+#define COPY_HINT ".L2::128B"
+#else
+#define COPY_HINT ".L2::256B"
+#endif
 // 16 bytes to shared memory; zeros when not `valid` (the source is not read).
 DEVICE void copy_16(u32 target, const void* source, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global" COPY_HINT " [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                  : "memory");
 }
 DEVICE void store_shared(u32 target, u32 a, u32 b, u32 c, u32 d) {

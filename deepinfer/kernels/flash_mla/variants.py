@@ -45,7 +45,7 @@ class Variant:
                 "ROPE": int(self.rope),
                 "OUT_FP8": int(self.fp8),
                 "CONSUMER_REGISTERS": 208 if packed else 216,
-                "PRODUCER_REGISTERS": 96 if packed else 72,
+                "PRODUCER_REGISTERS": 88 if packed else 72,
             },
         )
 
