@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepinfer.bench.results import Record, measured
+from deepinfer.bench.results import Record, cpu_device_name, measured
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import load_engine
@@ -41,13 +41,22 @@ def run_batch(engine: Engine, batch_size: int, prompt_len: int, output_len: int,
 
 
 def measure(
-    model: str, batch_sizes: list[int], prompt_lens: list[int], output_len: int, repeats: int, command: str
+    model: str,
+    batch_sizes: list[int],
+    prompt_lens: list[int],
+    output_len: int,
+    repeats: int,
+    command: str,
+    device: str = "cpu",
 ) -> list[Record]:
     """Print a table while measuring; medians over `repeats` runs, after one that warms up."""
     if output_len < 2 or repeats < 1 or min(batch_sizes + prompt_lens, default=0) < 1:
         raise ValueError("output_len must be at least 2; repeats, batch sizes and prompt lengths at least 1")
-    engine = load_engine(model, EngineConfig(max_num_seqs=max(batch_sizes)))
+    engine = load_engine(model, EngineConfig(max_num_seqs=max(batch_sizes), device=device))
     run_batch(engine, 1, min(prompt_lens), 2, seed=0)
+    if device != "cpu":  # every shape of a step has kernels to compile
+        for prompt_len in prompt_lens:
+            run_batch(engine, max(batch_sizes), prompt_len, 2, seed=0)
     records = []
     print(f"{'batch':>6} {'prompt':>7} {'TTFT ms':>9} {'TPOT ms':>9} {'tok/s':>9}")
     for prompt_len in prompt_lens:
@@ -67,6 +76,7 @@ def measure(
                         command=command,
                         higher_is_better=False,
                         samples=samples,
-                    )  # fmt: skip
+                        device=None if device != "cpu" else cpu_device_name(),
+                    )
                 )
     return records

@@ -61,6 +61,7 @@ def latency(
     prompt_lens: str = typer.Option("128,512", help="Tokens of a prompt, comma-separated."),
     output_len: int = typer.Option(32, min=2, help="Tokens of an answer."),
     repeats: int = typer.Option(3, min=1, help="Measured runs of each; medians are reported."),
+    device: str = typer.Option("cpu", help="Torch device, e.g. cpu or cuda."),
     save: bool = typer.Option(False, "--save", help="Write benchmarks/results/latency.json."),
 ) -> None:
     """Time to first token (TTFT) and per output token (TPOT) of the engine alone."""
@@ -69,8 +70,8 @@ def latency(
 
     sizes, lengths = parse_numbers(batch_sizes, "--batch-sizes"), parse_numbers(prompt_lens, "--prompt-lens")
     command = f"deepinfer bench latency --model {model} --batch-sizes {batch_sizes} --prompt-lens {prompt_lens}"
-    command += f" --output-len {output_len} --repeats {repeats}"
-    records = benchmark.measure(model, sizes, lengths, output_len, repeats, command)
+    command += f" --output-len {output_len} --repeats {repeats} --device {device}"
+    records = benchmark.measure(model, sizes, lengths, output_len, repeats, command, device)
     if save:
         print(f"wrote {results.save('latency', records)}")
 
