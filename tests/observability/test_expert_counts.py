@@ -100,3 +100,35 @@ def test_a_sample_on_a_gpu_arrives_without_a_wait() -> None:
     torch.cuda.synchronize()
     counts = samples.take()
     assert isinstance(counts, np.ndarray) and counts.tolist() == count([rows.cpu() for rows in chosen], 64, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_replayed_steps_are_counted_as_eager_ones_are() -> None:
+    """A replay overwrites the choices of its capture; padding rows, and the other graphs of the pool, do not show."""
+    model, recorded = benchmark_model("nano", "cuda"), []
+    for captured in (False, True):
+        config = EngineConfig(
+            device="cuda",
+            max_num_seqs=8,
+            max_model_len=128,
+            watermark=0.0,
+            cuda_graphs=captured,
+            zero_overhead_scheduling=False,  # so that every step has been read, and its counts with it
+        )
+        engine = benchmark_engine(model, config)
+        engine.runner._expert_counts.interval = 0  # type: ignore[attr-defined]
+        steps: list[StepStats] = []
+        engine.observer.stats.record = lambda step, steps=steps: bool(steps.append(step))  # type: ignore[method-assign]
+        add_requests(engine, 3, 20, 6)
+        add_requests(engine, 2, 10, 9, seed=1)
+        while engine.has_unfinished_requests():
+            engine.step()
+        recorded.append(steps)
+    eager, replayed = recorded
+    assert len(eager) == len(replayed) == 9
+    for before, after in zip(eager, replayed, strict=True):
+        assert before.expert_counts is not None and after.expert_counts is not None
+        assert after.expert_counts.tolist() == before.expert_counts.tolist()
+    last = replayed[-1].expert_counts
+    assert last is not None and last.sum() == len(last) * 2 * model.config.num_experts_per_tok
