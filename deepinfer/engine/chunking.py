@@ -10,6 +10,7 @@ import numpy as np
 
 MIN_OBSERVATIONS = 8  # steps before the fitted cost is trusted
 MIN_CHUNK = 16  # tokens that a step takes whatever they cost: a budget too small must not stop the engine
+MAX_CHUNK = 32_768  # tokens, as in the production balancer
 DECAY = 0.99  # weight of the past at each new step, so that the fit follows the machine
 
 
@@ -89,9 +90,8 @@ class PrefillCost:
         a, b = self.per_pair / 2, self.per_token + self.per_pair * start
         if milliseconds <= 0:
             return 0
-        if a == 0:
-            return int(milliseconds / b) if b else 2**31
-        return int((-b + math.sqrt(b * b + 4 * a * milliseconds)) / (2 * a))
+        denominator = b + math.sqrt(b * b + 4 * a * milliseconds)  # this form of the root stays exact as a nears 0
+        return int(min(2 * milliseconds / denominator, MAX_CHUNK)) if denominator else MAX_CHUNK
 
     def _fit(self) -> tuple[float, float, float]:
         """Least squares over the features whose coefficient is not negative."""
