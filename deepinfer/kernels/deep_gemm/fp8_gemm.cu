@@ -1,0 +1,257 @@
+// D [M, N] BF16 = A [M, K] B [N, K]^T, both E4M3; scales of A for 1 x 128 values, of B for 128 x 128 (or one a row).
+//
+// A block is one warpgroup that feeds and two that multiply. The feeder copies tiles of 128 columns into a ring of STAGES
+// buffers with the bulk copy engine; the two blocks of a cluster share one operand's tile and each copies half of it to
+// both. The tensor cores' sums of 128 products (their accumulators are narrower than FP32) are scaled and added to FP32
+// sums in registers; while one warpgroup does so, the other's products run. Blocks are persistent and walk the tiles in
+// bands, so that what the running blocks read stays in L2. Method: DeepGEMM (github.com/deepseek-ai/DeepGEMM).
+//
+// Macros: BLOCK_M (64, 128, 256), BLOCK_N, STAGES, CLUSTER (1, 2), SHARE_A (the cluster's blocks have the same rows of A,
+// else of B), BAND (cluster tiles), B_ROW_SCALES, FEEDER_REGISTERS, MATH_REGISTERS.
+
+#include "products.cuh"
+#include "tma.cuh"
+
+#define BLOCK_K 128
+#define GROUPS 2                                       // warpgroups that multiply
+#define SPLIT_N (BLOCK_M == 64)                        // they divide the columns of the tile, else its rows
+#define PRODUCT_N (SPLIT_N ? BLOCK_N / 2 : BLOCK_N)    // columns of one product
+#define WAVES (SPLIT_N ? 1 : BLOCK_M / 128)            // products of 64 rows of one warpgroup
+#define SUMS (PRODUCT_N / 2)
+#define A_BYTES (BLOCK_M * BLOCK_K)
+#define B_BYTES (BLOCK_N * BLOCK_K)
+#define SCALE_BYTES (BLOCK_M * 4)
+#define STAGE_BYTES (A_BYTES + B_BYTES)
+#define SCALES (STAGES * STAGE_BYTES)
+#define BARRIERS (SCALES + STAGES * SCALE_BYTES)
+#define A_PARTS (CLUSTER == 2 && SHARE_A ? 2 : 1)      // blocks that copy a part of the A tile
+#define B_PARTS (CLUSTER == 2 && !SHARE_A ? 2 : 1)
+#define CLUSTER_M (BLOCK_M * B_PARTS)                  // rows and columns of a cluster's two tiles together
+#define CLUSTER_N (BLOCK_N * A_PARTS)
+#define SPANS (!B_ROW_SCALES && 128 % BLOCK_N != 0)    // a tile's columns have two scales of B
+
+struct Params {
+    u8* out;               // BF16 [M, N]
+    const float* b_scales; // [ceil(N / 128), ceil(K / 128)], or [N]
+    long long out_stride;  // bytes
+    int m, n, k;
+};
+
+// Tile of a cluster: bands of BAND tiles along m, n in order within a band, m fastest.
+DEVICE void tile_of(int index, int m_tiles, int n_tiles, int& m, int& n) {
+    int band = index / (BAND * n_tiles), within = index - band * BAND * n_tiles;
+    int height = min(BAND, m_tiles - band * BAND);
+    m = band * BAND + within % height;
+    n = within / height;
+}
+
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    DEVICE void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+DEVICE void feed(const Params& p, const TensorMap* a_map, const TensorMap* b_map, const TensorMap* scale_map, u32 shared,
+                 u32 full, u32 empty, int rank, int first, int step, int m_tiles, int n_tiles) {
+    Ring ring;
+    const int k_blocks = (p.k + BLOCK_K - 1) / BLOCK_K;
+    for (int index = first; index < m_tiles * n_tiles; index += step) {
+        int m, n;
+        tile_of(index, m_tiles, n_tiles, m, n);
+        int row = m * CLUSTER_M + (B_PARTS == 2 ? rank * BLOCK_M : 0);
+        int column = n * CLUSTER_N + (A_PARTS == 2 ? rank * BLOCK_N : 0);
+        for (int k = 0; k < k_blocks; k++, ring.next()) {
+            barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+            u32 arrived = full + ring.stage * 8, a = shared + ring.stage * STAGE_BYTES, b = a + A_BYTES;
+            u32 scales = shared + SCALES + ring.stage * SCALE_BYTES;
+            barrier_expect(arrived, A_BYTES + B_BYTES + SCALE_BYTES);
+            if (A_PARTS == 2) {
+                int part = rank * (BLOCK_M / 2);
+                load_box_to_both(a + part * BLOCK_K, a_map, k * BLOCK_K, row + part, arrived);
+                load_box_to_both(scales + part * 4, scale_map, row + part, k, arrived);
+            } else {
+                load_box(a, a_map, k * BLOCK_K, row, arrived);
+                load_box(scales, scale_map, row, k, arrived);
+            }
+            if (B_PARTS == 2) {
+                int part = rank * (BLOCK_N / 2);
+                load_box_to_both(b + part * BLOCK_K, b_map, k * BLOCK_K, column + part, arrived);
+            } else {
+                load_box(b, b_map, k * BLOCK_K, column, arrived);
+            }
+        }
+    }
+    if (CLUSTER == 2)  // the peer's arrivals must have come before this block may end
+        for (int i = 0; i < STAGES; i++, ring.next()) barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+}
+
+// 4 x 4 transposition among the four lanes of a quad: word i of lane j goes to word j of lane i.
+DEVICE void transpose_quad(u32 (&w)[4], int c) {
+    bool odd = c & 1, upper = c & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        u32 got = __shfl_xor_sync(~0u, odd ? w[i] : w[i + 1], 1);
+        if (odd) w[i] = got;
+        else w[i + 1] = got;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 got = __shfl_xor_sync(~0u, upper ? w[i] : w[i + 2], 2);
+        if (upper) w[i] = got;
+        else w[i + 2] = got;
+    }
+}
+
+// Rows `row` and `row` + 8, columns from `column` on.
+DEVICE void write_sums(float (&sum)[SUMS], const Params& p, int row, int column, int c) {
+#if B_ROW_SCALES
+#pragma unroll
+    for (int j = 0; j < SUMS / 4; j++) {
+        int at = column + 8 * j + 2 * c;
+        float2 scale = at < p.n ? __ldg((const float2*)(p.b_scales + at)) : make_float2(0, 0);
+        sum[4 * j] *= scale.x, sum[4 * j + 2] *= scale.x;
+        sum[4 * j + 1] *= scale.y, sum[4 * j + 3] *= scale.y;
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u8* target = p.out + (row + 8 * i) * p.out_stride;
+        bool inside = row + 8 * i < p.m;
+#pragma unroll
+        for (int group = 0; group < SUMS / 16; group++) {  // 32 columns: each lane of the quad gets 8 neighbours
+            u32 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                words[j] = pack_bf16(sum[16 * group + 4 * j + 2 * i], sum[16 * group + 4 * j + 2 * i + 1]);
+            transpose_quad(words, c);
+            int at = column + 32 * group + 8 * c;
+            if (inside && at < p.n) store_global(target + at * 2, words[0], words[1], words[2], words[3]);
+        }
+#if SUMS % 16
+#pragma unroll
+        for (int j = SUMS / 16 * 4; j < SUMS / 4; j++) {
+            int at = column + 8 * j + 2 * c;
+            if (inside && at < p.n) *(u32*)(target + at * 2) = pack_bf16(sum[4 * j + 2 * i], sum[4 * j + 2 * i + 1]);
+        }
+#endif
+    }
+}
+
+DEVICE void multiply_tiles(const Params& p, u32 shared, u32 full, u32 empty, int rank, int first, int step, int m_tiles,
+                           int n_tiles) {
+    Ring ring;
+    const int k_blocks = (p.k + BLOCK_K - 1) / BLOCK_K;
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
+    const int lane = threadIdx.x % 32, c = lane % 4;
+    const int group_row = SPLIT_N ? 0 : group * 64, group_column = SPLIT_N ? group * PRODUCT_N : 0;
+    const int thread_row = group_row + warp * 16 + lane / 4;
+    const u64 a_base = matrix_descriptor(shared + group_row * BLOCK_K, 16);
+    const u64 b_base = matrix_descriptor(shared + A_BYTES + group_column * BLOCK_K, 16);
+    for (int index = first; index < m_tiles * n_tiles; index += step) {
+        int m, n;
+        tile_of(index, m_tiles, n_tiles, m, n);
+        const int row = m * CLUSTER_M + (B_PARTS == 2 ? rank * BLOCK_M : 0);
+        const int column = n * CLUSTER_N + (A_PARTS == 2 ? rank * BLOCK_N : 0) + group_column;
+        float total[WAVES][SUMS], sum[SUMS];
+#pragma unroll
+        for (int w = 0; w < WAVES; w++)
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) total[w][i] = 0.0f;
+#if !B_ROW_SCALES
+        // Columns outside the matrix have sums of zeros: any scale is right, the last one of the matrix is in memory.
+        const int last = (p.n - 1) / 128;
+        const float* b_scale = p.b_scales + min(column / 128, last) * k_blocks;
+        float next_scale = __ldg(b_scale);
+#if SPANS
+        const float* b_scale_2 = p.b_scales + min(column / 128 + 1, last) * k_blocks;
+        float next_scale_2 = __ldg(b_scale_2);
+        const int former = 128 - column % 128;
+#endif
+#endif
+        for (int k = 0; k < k_blocks; k++, ring.next()) {
+#if B_ROW_SCALES
+            const float scale_b = 1.0f;
+#else
+            const float scale_b = next_scale;
+            next_scale = __ldg(b_scale + min(k + 1, k_blocks - 1));
+#if SPANS
+            const float scale_b_2 = next_scale_2;
+            next_scale_2 = __ldg(b_scale_2 + min(k + 1, k_blocks - 1));
+#endif
+#endif
+            barrier_wait(full + ring.stage * 8, ring.parity);
+            const u64 a = a_base + (ring.stage * STAGE_BYTES >> 4), b = b_base + (ring.stage * STAGE_BYTES >> 4);
+            const u32 scales = shared + SCALES + ring.stage * SCALE_BYTES + thread_row * 4;
+#pragma unroll
+            for (int w = 0; w < WAVES; w++) {
+                float upper, lower;  // rows of this thread, loaded before the buffer may be given back
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(upper) : "r"(scales + w * 512) : "memory");
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(lower) : "r"(scales + w * 512 + 32) : "memory");
+                fence_registers(sum);
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < BLOCK_K / 32; i++) multiply(sum, a + (w * 128 * BLOCK_K >> 4) + 2 * i, b + 2 * i, i);
+                wgmma_commit();
+                fence_registers(sum);
+                wgmma_wait<0>();
+                fence_registers(sum);
+                if (w == WAVES - 1) {
+                    if (CLUSTER == 1 && lane == 0) barrier_arrive(empty + ring.stage * 8);
+                    if (CLUSTER == 2 && lane < 2) barrier_arrive_at(empty + ring.stage * 8, lane);
+                }
+#if SPANS
+                const float upper_2 = upper * scale_b_2, lower_2 = lower * scale_b_2;
+#endif
+                upper *= scale_b, lower *= scale_b;
+#pragma unroll
+                for (int j = 0; j < SUMS / 4; j++) {
+#if SPANS
+                    const float up = 8 * j < former ? upper : upper_2, low = 8 * j < former ? lower : lower_2;
+#else
+                    const float up = upper, low = lower;
+#endif
+                    total[w][4 * j] += sum[4 * j] * up;
+                    total[w][4 * j + 1] += sum[4 * j + 1] * up;
+                    total[w][4 * j + 2] += sum[4 * j + 2] * low;
+                    total[w][4 * j + 3] += sum[4 * j + 3] * low;
+                }
+            }
+        }
+#pragma unroll
+        for (int w = 0; w < WAVES; w++) write_sums(total[w], p, row + thread_row + w * 128, column, c);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+#if CLUSTER == 2
+    __cluster_dims__(2, 1, 1)
+#endif
+    fp8_gemm(const __grid_constant__ Params p, const __grid_constant__ TensorMap a_map,
+             const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap scale_map) {
+    extern __shared__ __align__(1024) u8 memory[];
+    const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + STAGES * 8;
+    if (threadIdx.x == GROUPS * 128) {
+        prefetch_map(&a_map);
+        prefetch_map(&b_map);
+        prefetch_map(&scale_map);
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(full + i * 8, 1);
+            barrier_init(empty + i * 8, CLUSTER * GROUPS * 4);  // warps that read the buffer
+        }
+        barrier_fence_init();
+    }
+    if (CLUSTER == 2) cluster_sync();
+    else __syncthreads();
+    const int rank = CLUSTER == 2 ? cluster_rank() : 0, first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+    const int m_tiles = (p.m + CLUSTER_M - 1) / CLUSTER_M, n_tiles = (p.n + CLUSTER_N - 1) / CLUSTER_N;
+    if (threadIdx.x >= GROUPS * 128) {
+        fewer_registers<FEEDER_REGISTERS>();
+        if (threadIdx.x == GROUPS * 128)
+            feed(p, &a_map, &b_map, &scale_map, shared, full, empty, rank, first, step, m_tiles, n_tiles);
+    } else {
+        more_registers<MATH_REGISTERS>();
+        multiply_tiles(p, shared, full, empty, rank, first, step, m_tiles, n_tiles);
+    }
+}

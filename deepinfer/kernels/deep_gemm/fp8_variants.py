@@ -1,0 +1,83 @@
+"""What the dense FP8 kernel of fp8_gemm.cu is specialised to, and which tile suits a shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from deepinfer.kernels.deep_jit import Build
+
+SOURCE = Path(__file__).parent / "fp8_gemm.cu"
+SHARED_BYTES = 232_448  # of a block on Hopper
+THREADS = 384
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a block's tile; `share` is the operand that two blocks of a cluster share ("" for none)."""
+
+    m: int
+    n: int
+    share: str = "a"
+    band: int = 8
+
+    @property
+    def cluster(self) -> int:
+        return 2 if self.share else 1
+
+    @property
+    def stages(self) -> int:
+        """Buffers of 128 columns that fit into shared memory, at most 8."""
+        return min(8, (SHARED_BYTES - 256) // (self.m * 128 + self.n * 128 + self.m * 4))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.m * 128 + self.n * 128 + self.m * 4 + 16)
+
+    def build(self, b_row_scales: bool) -> Build:
+        """What to compile."""
+        defines: dict[str, int | str] = {
+            "BLOCK_M": self.m,
+            "BLOCK_N": self.n,
+            "STAGES": self.stages,
+            "CLUSTER": self.cluster,
+            "SHARE_A": int(self.share == "a"),
+            "BAND": self.band,
+            "B_ROW_SCALES": int(b_row_scales),
+            "FEEDER_REGISTERS": 40,
+            "MATH_REGISTERS": 232,
+        }
+        return Build("fp8_gemm", SOURCE, defines)
+
+
+TILES = (
+    Tile(256, 128, "a"),
+    Tile(256, 128, "b"),
+    Tile(128, 128, "a"),
+    Tile(128, 128, "b"),
+    Tile(128, 64, "b"),
+    Tile(64, 128, "a"),
+    Tile(64, 64, ""),
+    Tile(64, 32, ""),
+)
+
+
+@lru_cache(maxsize=4096)
+def choose_tile(m: int, n: int, processors: int) -> Tile:
+    """The tile with the least estimated time: rounds of tiles over the card's processors, times the cost of one."""
+
+    def cost(tile: Tile) -> float:
+        columns, rows = (tile.n * 2, tile.m) if tile.share == "a" else (tile.n, tile.m * tile.cluster)
+        clusters = -(-m // rows) * -(-n // columns)
+        rounds = -(-clusters // (processors // tile.cluster))
+        # Arithmetic against copies to shared memory (half of the shared operand comes from L2) and a constant.
+        a, b = tile.m / (1 + (tile.share == "a")), tile.n / (1 + (tile.share == "b"))
+        return rounds * (max(tile.m * tile.n / 32, (a + b) * 128 / 32) + 100)
+
+    return min(TILES, key=cost)
+
+
+def builds() -> list[Build]:
+    """Every tile, for both kinds of scales of B."""
+    return [tile.build(rows) for tile in TILES for rows in (False, True)]
