@@ -20,6 +20,7 @@ from deepinfer.models.caches import BlockCache, Caches, StateCache, block_bytes
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.layers.attention import Attention
 from deepinfer.models.layers.compressor import Compressor
+from deepinfer.models.layers.decode_step import decode_metadata
 from deepinfer.models.layers.engram import BOUNDARY, Engram, EngramHash, advance_history
 from deepinfer.models.layers.hyper_connection import HCLazyPostData, HyperConnection, hc_enter
 from deepinfer.models.layers.indexer import Indexer, Sharing
@@ -119,9 +120,8 @@ class DeepseekV41:
     def forward(self, inputs: ModelInputs, caches: Caches) -> Tensor:
         """One step -> logits, at least float32 [R, vocab], of `inputs.logits_rows`."""
         config = self.config
-        step = StepMetadata.build(
-            inputs, config, self.frequencies, caches.blocks.block_size, self.wide, caches.state.ring_size
-        )
+        plan = StepMetadata.build if inputs.is_prefill else decode_metadata
+        step = plan(inputs, config, self.frequencies, caches.blocks.block_size, self.wide, caches.state.ring_size)
         sharing = Sharing()
         decoder = None if inputs.keep_from is None else decoder_half(step, config)
         ngrams = None if self.token_map is None else advance_history(self.token_map, step, caches)

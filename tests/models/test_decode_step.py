@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from deepinfer.config.model import engram_primes
 from deepinfer.engine.step_buffers import StepBuffers, StepShape, first_rows, pad_inputs
 from deepinfer.models.inputs import ModelInputs
-from deepinfer.models.layers import step as step_module
-from deepinfer.models.layers.step import CompressionPlan, Geometry, StepMetadata, _compression_plan
+from deepinfer.models.layers.decode_step import decode_metadata
+from deepinfer.models.layers.rope import rope_frequencies
+from deepinfer.models.layers.step import Rotation, StepMetadata
+from tests.configs import tiny_config
 from tests.models.test_deepseek_v41 import BLOCK_SIZE, Driver, make_model
-
-RATIOS = (1, 2, 4)
-FREQUENCIES = torch.tensor([1.0, 0.1], dtype=torch.float64)
 
 
 def decode_inputs(positions: list[int], seed: int) -> ModelInputs:
@@ -40,42 +40,61 @@ def decode_inputs(positions: list[int], seed: int) -> ModelInputs:
     )
 
 
-def plans(inputs: ModelInputs, ratio: int) -> tuple[CompressionPlan, CompressionPlan]:
-    """The general plan, which the geometry of a prefill step gives, and that of the decode step."""
-    arguments = (ratio, BLOCK_SIZE, inputs.block_tables, FREQUENCIES, torch.float64)
-    general = _compression_plan(Geometry.of(replace(inputs, is_prefill=True)), *arguments)
-    return general, step_module._decode_compression_plan(Geometry.of(inputs), *arguments)
-
-
-batches = st.lists(st.integers(0, 100), min_size=1, max_size=8)
+def same(got: object, expected: object) -> None:
+    """Tensors, also of rotations: the same values and dtypes."""
+    for field in fields(expected):  # type: ignore[arg-type]
+        mine, theirs = getattr(got, field.name), getattr(expected, field.name)
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), field.name
 
 
 @settings(deadline=None)
-@given(positions=batches, ratio=st.sampled_from(RATIOS), seed=st.integers(0, 1000))
-def test_a_decode_plan_does_what_the_general_plan_does(positions: list[int], ratio: int, seed: int) -> None:
+@given(
+    positions=st.lists(st.integers(0, 100), min_size=1, max_size=8),
+    ngram=st.integers(2, 4),
+    ring_size=st.integers(16, 30),
+    seed=st.integers(0, 1000),
+)
+def test_a_decode_plan_does_what_the_general_plan_does(
+    positions: list[int], ngram: int, ring_size: int, seed: int
+) -> None:
+    """The oracle is the general plan of a prefill of one token each; only the window is read elsewhere."""
+    tables = tuple(map(sum, engram_primes(2, (ngram - 1) * 2, 61)))
+    config = tiny_config(engram_max_ngram_size=ngram, engram_num_embeddings=tables)
+    frequencies = {kind: rope_frequencies(config, kind) for kind in (False, True)}
     inputs = decode_inputs(positions, seed)
-    general, decode = plans(inputs, ratio)
-    torch.testing.assert_close(decode.visible, general.visible)
-    complete = torch.tensor([position % ratio == ratio - 1 for position in positions])
-    for name in ("members", "group_slots"):
-        assert torch.equal(getattr(decode, name)[complete], getattr(general, name)), name
-    for name in ("cos", "sin"):
-        assert torch.equal(getattr(decode.rotation, name)[complete], getattr(general.rotation, name)), name
-    for name in ("pending_rows", "pending_slots", "pending_offsets"):
-        assert torch.equal(getattr(decode, name)[~complete], getattr(general, name)), name
-    # What is left over reads rows that exist, and writes the null block (block 0) and the null slot.
-    assert decode.members.min() >= 0 and decode.members.max() < len(positions) * (1 + ratio)
-    assert (decode.group_slots[~complete] < BLOCK_SIZE // ratio).all()
-    assert (decode.pending_slots[complete] == 0).all()
+    arguments = (config, frequencies, BLOCK_SIZE, torch.float32, ring_size)
+    general = StepMetadata.build(replace(inputs, is_prefill=True), *arguments)
+    decode = decode_metadata(inputs, *arguments)
 
+    assert torch.equal(decode.sequence_of_row, general.sequence_of_row)
+    assert torch.equal(decode.state_slots, general.state_slots) and decode.state_slots.dtype == torch.int64
+    for kind in (False, True):
+        same(decode.rotations[kind], general.rotations[kind])
+    assert torch.equal(decode.ngram_source, general.ngram_source)
+    assert torch.equal(decode.history_source, general.history_source)
 
-@settings(deadline=None)
-@given(positions=batches, seed=st.integers(0, 1000))
-def test_the_other_fields_are_those_of_the_general_geometry(positions: list[int], seed: int) -> None:
-    inputs = decode_inputs(positions, seed)
-    decode, general = Geometry.of(inputs), Geometry.of(replace(inputs, is_prefill=True))
-    for field in fields(Geometry):
-        assert torch.equal(getattr(decode, field.name), getattr(general, field.name)), field.name
+    # Stored first, then read from the ring: position p lies at p % ring.
+    assert decode.window.from_ring and torch.equal(decode.window.stored_slots, general.window.stored_slots)
+    for row, position in enumerate(positions):
+        base = ring_size * int(inputs.state_slots[row])
+        expected = [base + p % ring_size if p >= 0 else -1 for p in range(position - 15, position + 1)]
+        assert decode.window.slots[row].tolist() == expected
+
+    at = torch.tensor(positions)
+    for ratio, plan in general.compression.items():
+        got, is_complete = decode.compression[ratio], at % ratio == ratio - 1
+        assert torch.equal(got.visible, plan.visible) and got.visible.dtype == plan.visible.dtype
+        assert torch.equal(got.members[is_complete, -1:], plan.members[:, -1:])
+        if ratio > 1:  # ratio 1 pools nothing and carries nothing
+            assert torch.equal(got.members[is_complete], plan.members)
+            for name in ("pending_rows", "pending_slots", "pending_offsets"):
+                assert torch.equal(getattr(got, name)[~is_complete], getattr(plan, name)), name
+            assert (got.pending_slots[is_complete] == 0).all()
+        assert torch.equal(got.group_slots[is_complete].long(), plan.group_slots)
+        same(Rotation(got.rotation.cos[is_complete], got.rotation.sin[is_complete]), plan.rotation)
+        # What is left over reads rows that exist and writes the null block.
+        assert got.members.min() >= 0 and got.members.max() < len(positions) * (1 + ratio)
+        assert (got.group_slots[~is_complete] < BLOCK_SIZE // ratio).all()
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -84,15 +103,9 @@ def test_no_shape_depends_on_values(rows: int) -> None:
     config, _, model = make_model(torch.float32)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         inputs = decode_inputs([17] * rows, 0)
-        fake = replace(
-            inputs,
-            **{
-                f.name: mode.from_tensor(v)
-                for f in fields(inputs)
-                if isinstance(v := getattr(inputs, f.name), torch.Tensor)
-            },
-        )
-        step = StepMetadata.build(fake, config, model.frequencies, BLOCK_SIZE, torch.float32)
+        tensors = {f.name: v for f in fields(inputs) if isinstance(v := getattr(inputs, f.name), torch.Tensor)}
+        fake = replace(inputs, **{name: mode.from_tensor(tensor) for name, tensor in tensors.items()})
+        step = decode_metadata(fake, config, model.frequencies, BLOCK_SIZE, torch.float32)
         assert step.window.slots.shape == (rows, config.sliding_window)
         with pytest.raises(Exception, match="(?i)data.dependent|repeat_interleave"):
             StepMetadata.build(replace(fake, is_prefill=True), config, model.frequencies, BLOCK_SIZE, torch.float32)

@@ -3,10 +3,7 @@
 Slots are flat indices into a cache view: page * page_size + offset (see kernels/reference/cache_rows.py).
 N query rows of S sequences; `start` is the number of tokens of a sequence that were in the cache before this step.
 
-A decode step has N = S, and every shape follows from N and the width of the block table: nothing is read back from the
-device and nothing is compacted, so the step can be captured in a CUDA graph. What a row has no use for goes to the null
-block or the null slot instead (`_decode_compression_plan`). A padding row (state slot 0, block table of zeros, position
-0, context_len 1) therefore writes only there.
+A decode step, whose shapes depend on nothing but N, is planned in decode_step.py.
 """
 
 from __future__ import annotations
@@ -92,7 +89,6 @@ class StepMetadata:
         geometry = Geometry.of(inputs)
         ratios = {config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
         ngram, history = _engram_sources(geometry, max(config.engram_max_ngram_size, 2))
-        compression_plan = _compression_plan if inputs.is_prefill else _decode_compression_plan
         return cls(
             inputs=inputs,
             sequence_of_row=geometry.owner.to(torch.int32),
@@ -100,7 +96,7 @@ class StepMetadata:
             rotations={kind: Rotation.at(inputs.positions, f, wide) for kind, f in frequencies.items()},
             window=window_plan(geometry, config.sliding_window, ring_size, inputs.is_prefill),
             compression={
-                ratio: compression_plan(geometry, ratio, block_size, inputs.block_tables, frequencies[True], wide)
+                ratio: _compression_plan(geometry, ratio, block_size, inputs.block_tables, frequencies[True], wide)
                 for ratio in ratios
             },
             ngram_source=ngram,
@@ -200,32 +196,6 @@ def _compression_plan(
         pending_rows=pending_rows,
         pending_slots=g.state_slots[g.owner[pending_rows]],
         pending_offsets=g.positions[pending_rows] % ratio,
-    )
-
-
-def _decode_compression_plan(
-    g: Geometry, ratio: int, block_size: int, block_tables: Tensor, frequencies: Tensor, dtype: torch.dtype
-) -> CompressionPlan:
-    """The same without a shape that depends on values: row i's candidate is the group of its own token.
-
-    A group that stays open is pooled from whatever the carry holds and stored in the null block, which nobody reads.
-    """
-    num_rows, device = len(g.positions), g.positions.device
-    rows = torch.arange(num_rows, device=device)
-    group, offset = g.positions // ratio, g.positions % ratio
-    is_complete = offset == ratio - 1
-    earlier = torch.arange(ratio - 1, device=device)
-    carried = num_rows + rows.unsqueeze(1) * ratio + earlier
-    entries = block_size // ratio
-    group_slots = block_tables.gather(1, (group // entries).unsqueeze(1)).squeeze(1).long() * entries + group % entries
-    return CompressionPlan(
-        visible=((g.positions + 1) // ratio).to(torch.int32),
-        members=torch.cat((carried, rows.unsqueeze(1)), dim=1),
-        group_slots=torch.where(is_complete, group_slots, 0),
-        rotation=Rotation.at(group * ratio, frequencies, dtype),
-        pending_rows=rows,
-        pending_slots=torch.where(is_complete, 0, g.state_slots),
-        pending_offsets=offset,
     )
 
 
