@@ -157,26 +157,27 @@ DEVICE void produce(const Params& p, const Barriers& barriers, u8* shared, int f
 // ------------------------------------------------------------------ consumers
 
 // s += query x keys^T over one half of the 512 dimensions.
-DEVICE void score_half(float (&s)[32], u64 query, u64 keys, int half, bool first) {
+DEVICE void score_half(float (&s)[32], u32 query, u32 keys, int half, bool first) {
+    query = hidden(query), keys = hidden(keys);
     if (first) fence_registers(s);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 16; k++) {
-        int offset = k / 4 * SUB_TILE_BYTES + k % 4 * 32;
-        wgmma_64x64(s, query + (half * HALF_TILE_BYTES + offset) / 16, keys + (half * HALF_TILE_BYTES + offset) / 16,
-                    !(first && k == 0));
+        const u32 offset = (half * HALF_TILE_BYTES + k / 4 * SUB_TILE_BYTES + k % 4 * 32) / 16;
+        wgmma_64x64(s, DESCRIPTOR_UPPER | query + offset, DESCRIPTOR_UPPER | keys + offset, !(first && k == 0));
     }
     wgmma_commit();
 }
 
 // o += probabilities [64 x 64] x values [64 x 256].
-DEVICE void add_values(float (&o)[128], u32 (&probabilities)[16], u64 values) {
+DEVICE void add_values(float (&o)[128], u32 (&probabilities)[16], u32 values) {
+    values = hidden(values);
     fence_registers(probabilities);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         u32 a[4] = {probabilities[4 * k], probabilities[4 * k + 1], probabilities[4 * k + 2], probabilities[4 * k + 3]};
-        wgmma_64x256(o, a, values + k * 2048 / 16);
+        wgmma_64x256(o, a, DESCRIPTOR_UPPER | values + k * 2048 / 16);
     }
     wgmma_commit();
 }
@@ -267,6 +268,19 @@ DEVICE void wait_for(u32 ready, u32 parity) {
 #endif
 }
 
+// Scores of the group's own tile, left running: the half that arrives first comes first.
+template <int GROUP_ID>
+DEVICE void score_tile(float (&s)[32], u32 query, u32 keys, const Barriers& barriers, u32 parity) {
+    wait_for(barriers.ready(GROUP_ID, GROUP_ID), parity);
+    score_half(s, query, keys, GROUP_ID, true);
+    wait_for(barriers.ready(GROUP_ID, 1 - GROUP_ID), parity);
+    score_half(s, query, keys, 1 - GROUP_ID, false);
+}
+DEVICE void wait_for_query(const Barriers& barriers, u32& query_parity) {
+    barrier_wait(barriers.query_ready(), query_parity);
+    query_parity ^= 1;
+}
+
 #include "combine.cuh"
 
 template <int GROUP_ID>
@@ -274,24 +288,29 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
     const int thread = threadIdx.x % 128, lane = thread % 32, c = lane % 4, row = thread / 32 * 16 + lane / 4;
     const float scale = p.scale * LOG2_E * KEY_SCALE;
     float* shared_maximum = (float*)(shared + MAXIMUM);
-    float* sums = (float*)(shared + SUMS);
     const float* bias = (const float*)(shared + BIAS) + GROUP_ID * 64;
     u8* mine = shared + PROBABILITIES + GROUP_ID * 8192 + thread * 16;
     u8* other = shared + PROBABILITIES + (1 - GROUP_ID) * 8192 + thread * 16;
     const u32 keys = shared_address(shared + KEYS);
-    const u64 query = matrix_descriptor(shared_address(shared + QUERY), 0);
-    const u64 my_keys = matrix_descriptor(keys + GROUP_ID * 2 * HALF_TILE_BYTES, 0);
-    const u64 values_0 = matrix_descriptor(keys + GROUP_ID * HALF_TILE_BYTES, SUB_TILE_BYTES);
-    const u64 values_1 = matrix_descriptor(keys + (2 + GROUP_ID) * HALF_TILE_BYTES, SUB_TILE_BYTES);
+    const u32 query = tile_word(shared_address(shared + QUERY), 0);
+    const u32 my_keys = tile_word(keys + GROUP_ID * 2 * HALF_TILE_BYTES, 0);
+    const u32 values_0 = tile_word(keys + GROUP_ID * HALF_TILE_BYTES, SUB_TILE_BYTES);
+    const u32 values_1 = tile_word(keys + (2 + GROUP_ID) * HALF_TILE_BYTES, SUB_TILE_BYTES);
     const Tiles tiles(p, rank);
     const int pairs = tiles.pairs();
     u32 parity = 0, query_parity = 0;
 
+    float o[128], s[32], factor[2];
+    u32 words[16];
+    if (GROUP_ID == 0) {
+        wait_for_query(barriers, query_parity);
+        score_tile<0>(s, query, my_keys, barriers, parity);
+        wgmma_wait<0>();
+        fence_registers(s);
+    }
     for (int item = first_item; item < items; item += step) {
         const int token = item / BLOCKS_A_TOKEN, head = item % BLOCKS_A_TOKEN * BLOCK_HEADS;
         Softmax softmax;
-        float o[128], s[32], factor[2];
-        u32 words[16];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             float sink = fminf(__ldg(p.sink + head + row + 8 * i) * LOG2_E, -LOWEST);
@@ -301,19 +320,8 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
         }
 #pragma unroll
         for (int i = 0; i < 128; i++) o[i] = 0.0f;
-        barrier_wait(barriers.query_ready(), query_parity);
-        query_parity ^= 1;
-
         if (GROUP_ID == 0) {
             for (int pair = 0; pair < pairs; pair++) {
-                if (pair == 0) {
-                    wait_for(barriers.ready(0, 0), parity);
-                    score_half(s, query, my_keys, 0, true);
-                    wait_for(barriers.ready(0, 1), parity);
-                    score_half(s, query, my_keys, 1, false);
-                    wgmma_wait<0>();
-                    fence_registers(s);
-                }
                 if (pair == pairs - 1) arrive_warp(barriers.query_free(), lane);
                 softmax.step(s, bias, scale, c, factor);
                 pack_probabilities(s, words);
@@ -352,11 +360,8 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
             }
         } else {
             for (int pair = 0; pair < pairs; pair++) {
-                wait_for(barriers.ready(1, 1), parity);
-                score_half(s, query, my_keys, 1, true);
-                wait_for(barriers.ready(1, 0), parity);
-                score_half(s, query, my_keys, 0, false);
-
+                if (pair == 0) wait_for_query(barriers, query_parity);
+                score_tile<1>(s, query, my_keys, barriers, parity);
                 named_sync(PROBABILITIES_0, 256);  // tile 0's values while our scores are on their way
                 factor[0] = softmax.move(0, shared_maximum[row]);
                 factor[1] = softmax.move(1, shared_maximum[row + 8]);
@@ -386,16 +391,15 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
             }
         }
 
-        float total[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            softmax.sum[i] = quad_sum(softmax.sum[i]);
-            if (c == 0) sums[GROUP_ID * 64 + row + 8 * i] = softmax.sum[i];
+        if (GROUP_ID == 0 && item + step < items) {  // the next token's first scores run while this one is written
+            wait_for_query(barriers, query_parity);
+            score_tile<0>(s, query, my_keys, barriers, parity);
+            write_output<GROUP_ID>(o, softmax.maximum, softmax.sum, p.out, token, head, p.angles, shared, rank);
+            wgmma_wait<0>();
+            fence_registers(s);
+        } else {
+            write_output<GROUP_ID>(o, softmax.maximum, softmax.sum, p.out, token, head, p.angles, shared, rank);
         }
-        named_sync(SUMS_READY, 256);
-#pragma unroll
-        for (int i = 0; i < 2; i++) total[i] = sums[row + 8 * i] + sums[64 + row + 8 * i];
-        write_output<GROUP_ID>(o, softmax.maximum, total, p.out, token, head, p.angles, shared, rank);
     }
 }
 

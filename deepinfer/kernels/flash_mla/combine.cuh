@@ -81,15 +81,24 @@ DEVICE void exchange_slice(float (&o)[128], const float (&factor)[SPLIT][2], con
 }
 
 template <int GROUP_ID>
-DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float (&total)[2], const Output& out,
-                         int token, int head, const Angles& angles, u8* shared, int rank) {
-    float inverse[2];
+DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float (&sum)[2], const Output& out, int token,
+                         int head, const Angles& angles, u8* shared, int rank) {
+    const int thread = threadIdx.x % 128, lane = thread % 32, c = lane % 4, row = thread / 32 * 16 + lane / 4;
+    float* sums = (float*)(shared + SUMS);  // each group has summed over its tiles
+    float inverse[2], total[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        total[i] = quad_sum(sum[i]);
+        if (c == 0) sums[GROUP_ID * 64 + row + 8 * i] = total[i];
+    }
+    named_sync(SUMS_READY, 256);
+#pragma unroll
+    for (int i = 0; i < 2; i++) total[i] = sums[row + 8 * i] + sums[64 + row + 8 * i];
 #if SPLIT == 1
 #pragma unroll
     for (int i = 0; i < 2; i++) inverse[i] = total[i] > 0 ? KEY_SCALE / total[i] : total[i];  // 0 keeps 0, NaN keeps NaN
     store_columns<GROUP_ID, 0, 128>(o, inverse, out, token, head, angles);
 #else
-    const int thread = threadIdx.x % 128, lane = thread % 32, c = lane % 4, row = thread / 32 * 16 + lane / 4;
     float factor[SPLIT][2] = {};
     cluster_arrive();  // the peers no longer read their key tiles once all have come here
     cluster_wait();

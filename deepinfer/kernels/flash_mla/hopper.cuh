@@ -95,10 +95,16 @@ DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// A matrix in tiles of 64 columns: [8 rows of 128 bytes, swizzled] every 1024 bytes. `tile_stride` is the distance of two
-// tiles along the columns; only an operand whose columns are not the summed dimension uses it.
-DEVICE u64 matrix_descriptor(u32 address, u32 tile_stride) {
-    return (u64)((address & 0x3FFFF) >> 4) | ((u64)(tile_stride >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+// A matrix in tiles of 64 columns: [8 rows of 128 bytes, swizzled] every 1024 bytes. Upper word of its descriptor; the
+// lower one is `tile_word(address, stride)`, to which offsets in 16 bytes may be added.
+#define DESCRIPTOR_UPPER ((u64)(1024 >> 4) << 32 | 1ull << 62)
+
+// `stride` is the distance of two tiles along the columns; only an operand whose columns are not the summed dimension
+// uses it. The word is hidden from the compiler, which would keep the descriptors of a whole loop in registers.
+DEVICE u32 tile_word(u32 address, u32 stride) { return (address & 0x3FFFF) >> 4 | (stride >> 4) << 16; }
+DEVICE u32 hidden(u32 word) {
+    asm volatile("" : "+r"(word));
+    return word;
 }
 
 // The compiler moves no computation of these registers across: a running product may be using them.
