@@ -61,10 +61,15 @@ def launch_sample(
 ) -> LaunchedSample:
     """`sample` in two halves: this one asks the device for the tokens, `read` waits for them."""
     edited = edit_logits(logits, sequences, eos_token_ids)
-    parameters = upload(pack_parameters(sequences, logits.shape[1]), logits.device)
+    packed = pack_parameters(sequences, logits.shape[1])
+    counts = packed[3]
+    most_candidates = int(counts.max(where=counts < logits.shape[1], initial=0))
+    parameters = upload(packed, logits.device)
     temperature, top_p, min_p = parameters[:3].view(torch.float64)
     num_candidates, seeds, counters, golden = parameters[3:]
-    token_ids, largest = ops.draw_tokens(edited, temperature, num_candidates, top_p, min_p, seeds, counters)
+    token_ids, largest = ops.draw_tokens(
+        edited, temperature, num_candidates, most_candidates, top_p, min_p, seeds, counters
+    )
     if any(seq.params.golden_token_ids is not None for seq in sequences):
         token_ids = torch.where(golden == NO_TOKEN, token_ids, golden)
     groups = launch_logprobs(logits, token_ids, sequences)
@@ -80,7 +85,7 @@ def pack_parameters(sequences: Sequence[SampledSequence], vocab_size: int) -> np
     floats[0] = [0.0 if p.is_greedy else p.temperature for p in params]
     floats[1] = [p.top_p for p in params]
     floats[2] = [p.min_p for p in params]
-    packed[3] = [_num_candidates(p, vocab_size) for p in params]
+    packed[3] = [vocab_size if p.is_greedy else _num_candidates(p, vocab_size) for p in params]
     packed[4] = np.array([seq.seed for seq in sequences], np.uint64).view(np.int64)
     packed[5] = [seq.num_output_tokens for seq in sequences]
     packed[6] = [_golden_token(seq) for seq in sequences]

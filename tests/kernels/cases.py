@@ -270,6 +270,10 @@ def moe_experts_fp4(g: torch.Generator) -> Iterator[Case]:
 
 
 def draw_tokens(g: torch.Generator) -> Iterator[Case]:
+    def case(logits: Tensor, heat: Tensor, counts: Tensor, *rest: Tensor) -> Case:
+        dropping = counts[counts < logits.shape[1]]
+        return logits, heat, counts, int(dropping.max()) if len(dropping) else 0, *rest
+
     def column(*values: float, rows: int) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)[integers(g, 0, len(values), rows)]
 
@@ -280,16 +284,16 @@ def draw_tokens(g: torch.Generator) -> Iterator[Case]:
         everything = torch.full((rows,), width)
         few = integers(g, 1, width + 1, rows, dtype=torch.int64)
         plain, zeros = torch.ones(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64)
-        yield logits, plain, everything, plain, zeros, seeds, counters
-        yield tied_scores(g, rows, width).clamp_min(-1e9), zeros, everything, plain, zeros, seeds, counters
+        yield case(logits, plain, everything, plain, zeros, seeds, counters)
+        yield case(tied_scores(g, rows, width).clamp_min(-1e9), zeros, everything, plain, zeros, seeds, counters)
         heat = column(0.0, 1e-300, 0.3, 1.0, 3.0, rows=rows)
         top_p, min_p = column(1.0, 0.9, 0.3, 1e-6, rows=rows), column(0.0, 0.2, 1.0, rows=rows)
         for counts in (everything, few, few.clamp_max(50)):
-            yield logits, heat, counts, top_p, min_p, seeds, counters
+            yield case(logits, heat, counts, top_p, min_p, seeds, counters)
     broken = broken_rows(g, 5, 300)
     ones = torch.ones(5, dtype=torch.float64)
-    yield broken, ones, torch.full((5,), 300), ones, ones * 0, torch.arange(5), torch.arange(5)
-    yield broken, ones, torch.full((5,), 7), ones * 0.5, ones * 0.1, torch.arange(5), torch.arange(5)
+    yield case(broken, ones, torch.full((5,), 300), ones, ones * 0, torch.arange(5), torch.arange(5))
+    yield case(broken, ones, torch.full((5,), 7), ones * 0.5, ones * 0.1, torch.arange(5), torch.arange(5))
 
 
 CACHES = [("float32", RowFormat.FP8), ("bfloat16", RowFormat.NVFP4), *(("packed", f) for f in RowFormat)]

@@ -5,6 +5,26 @@ return NotImplemented, and the PyTorch reference runs. No wrapper here waits for
 operations can be captured in a CUDA graph.
 """
 
-from deepinfer.kernels.cuda import basic, cache_rows, engram, hyper_connection, sampling, top_k
+from deepinfer.kernels.cuda import (
+    attention,
+    basic,
+    cache_rows,
+    engram,
+    hyper_connection,
+    indexer,
+    moe,
+    sampling,
+    top_k,
+)
 
-__all__ = ["basic", "cache_rows", "engram", "hyper_connection", "sampling", "top_k"]
+__all__ = [
+    "attention",
+    "basic",
+    "cache_rows",
+    "engram",
+    "hyper_connection",
+    "indexer",
+    "moe",
+    "sampling",
+    "top_k",
+]

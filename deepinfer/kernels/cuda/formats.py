@@ -84,6 +84,90 @@ def over_scale(x, scale):
 
 
 @triton.jit
+def _e8m0(byte, DTYPE: tl.constexpr):
+    """2^(byte - 127) of int32 bytes in BF16 or float32."""
+    if DTYPE == tl.bfloat16:
+        bits = tl.where(byte == 0, 0x0040, tl.where(byte == 255, 0x7FC0, byte << 7))
+        value = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        value = e8m0_value(byte)
+    return value
+
+
+@triton.jit
+def _e2m1(code, DTYPE: tl.constexpr):
+    """Values of codes (int32; higher bits are ignored) in BF16 or float32."""
+    if DTYPE == tl.bfloat16:
+        bits = ((code & 7) << 6) | ((code & 8) << 12)
+        value = bits.to(tl.int16).to(tl.bfloat16, bitcast=True) * 8.507059173023462e37  # 2^126, exact
+        value = value.to(tl.bfloat16)
+    else:
+        value = e2m1_value(code)
+    return value
+
+
+@triton.jit
+def spread(scale, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS, GROUPS] -> [ROWS, GROUPS * SIZE], each scale SIZE times."""
+    wide = tl.broadcast_to(scale[:, :, None], (ROWS, GROUPS, SIZE))
+    return tl.reshape(wide, (ROWS, GROUPS * SIZE))
+
+
+@triton.jit
+def load_fp4(
+    values, scales, alive, start, dim,
+    WITH_E4M3: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, DEPTH] values in DTYPE from column `start` on; zeros outside.
+
+    values and scales: pointers [ROWS] at each row's packed pairs and scales, E8M0 per 32 values or E4M3 per 16.
+    """
+    GROUP: tl.constexpr = 16 if WITH_E4M3 else 32
+    at = start // 2 + tl.arange(0, DEPTH // 2)
+    inside = alive[:, None] & (at * 2 < dim)[None, :]
+    packed = tl.load(values[:, None] + at[None, :], mask=inside, other=0).to(tl.int32)
+    group = start // GROUP + tl.arange(0, DEPTH // GROUP)
+    inside = alive[:, None] & (group * GROUP < dim)[None, :]
+    byte = tl.load(scales[:, None] + group[None, :], mask=inside, other=0)
+    if WITH_E4M3:
+        scale = e4m3_value(byte).to(DTYPE)
+    else:
+        scale = _e8m0(byte.to(tl.int32), DTYPE)
+    scale = spread(scale, ROWS, DEPTH // GROUP, GROUP // 2)
+    low = (_e2m1(packed, DTYPE) * scale).to(DTYPE)
+    high = (_e2m1(packed >> 4, DTYPE) * scale).to(DTYPE)
+    return tl.interleave(low, high)
+
+
+@triton.jit
+def load_fp8(base, alive, dim, ROWS: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """[ROWS, DIM] values in DTYPE of FP8 cache rows at pointers base [ROWS]; zeros outside."""
+    at = tl.arange(0, DIM)
+    inside = alive[:, None] & (at < dim)[None, :]
+    value = tl.load(base[:, None] + at[None, :], mask=inside, other=0).to(tl.float8e4nv, bitcast=True)
+    group = tl.arange(0, DIM // 32)
+    inside = alive[:, None] & (group * 32 < dim)[None, :]
+    byte = tl.load(base[:, None] + dim + group[None, :], mask=inside, other=127).to(tl.int32)
+    scale = spread(e8m0_value(byte), ROWS, DIM // 32, 32)
+    return (value.to(tl.float32) * scale).to(DTYPE)
+
+
+@triton.jit
+def load_cache_rows(
+    base, alive, dim, KIND: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """[ROWS, DIM] values in DTYPE of whole cache rows at pointers base [ROWS]; zeros outside. For many rows at once."""
+    if KIND == PLAIN:
+        at = tl.arange(0, DIM)
+        value = tl.load(base[:, None] + at[None, :], mask=alive[:, None] & (at < dim)[None, :], other=0.0).to(DTYPE)
+    elif KIND == FP8:
+        value = load_fp8(base, alive, dim, ROWS, DIM, DTYPE)
+    else:
+        value = load_fp4(base, base + dim // 2, alive, 0, dim, KIND == NVFP4, ROWS, DIM, DTYPE)
+    return value
+
+
+@triton.jit
 def load_row_values(base, inside, column, dim, KIND: tl.constexpr):
     """Float32 values [rows, columns] of stored rows: base [rows, 1] points at their first elements.
 

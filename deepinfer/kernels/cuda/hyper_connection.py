@@ -195,7 +195,7 @@ def _enter(h, y, post, comb, p_prev, fn, scale, base, norm_weight, sinkhorn_iter
         y, post, comb, after = y.contiguous(), post.contiguous(), comb.contiguous(), torch.empty_like(h)
     _mix_products[(triton.cdiv(n, TOKENS), parts)](
         h, y, post, comb, fn, after, products, n, dim, channels,
-        POST=y is not None, HC=hc, MIXES=mixes, PADDED=padded, TOKENS=TOKENS, CHANNELS=CHANNELS,
+        POST=y is not None, HC=hc, MIXES=mixes, PADDED=padded, TOKENS=TOKENS, CHANNELS=CHANNELS, num_stages=1,
     )  # fmt: skip
     x = torch.empty(n, dim, dtype=h.dtype, device=h.device)
     new_pre, new_post, new_comb = new(n, hc), new(n, hc), new(n, hc, hc)

@@ -1,4 +1,10 @@
-"""Exact selection without sorting: the k-th largest value of a row by radix select on the bits of its floats."""
+"""Exact selection without sorting.
+
+A row is cut into segments that each fit into the registers of one program. A program bisects on the bits of its floats
+for a threshold that leaves between k and 2 k of them, so that a few steps do, and writes those in order. Levels of that
+follow until one program can hold what is left of a row: it bisects on to exactly k. Equal scores are taken in the order
+of their positions throughout, so the result is that of a stable sort.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,8 @@ from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.reference import indexer  # noqa: F401  (defines the operation)
 from deepinfer.kernels.registry import backend
 
-TILE = 4096
+SEGMENT = 16384  # positions of one program
+LARGEST_K = 4096
 LOWEST = tl.constexpr(0x007FFFFF)  # ordered bits of -inf
 
 
@@ -24,68 +31,104 @@ def ordered_bits(x):
 
 
 @triton.jit
-def kth_largest(row, width, k, DIGITS: tl.constexpr, TILE: tl.constexpr):
-    """Ordered bits of the k-th largest of width floats at row (1 <= k <= width), and how many equal ones are among
-    the k largest. DIGITS: bytes of the ordered bits that differ (2 for BF16 values)."""
-    prefix = tl.zeros((), tl.uint32)
-    wanted = k
-    bins = tl.arange(0, 256)
-    for digit in tl.static_range(DIGITS):
-        shift = 24 - 8 * digit
-        counts = tl.zeros((256,), tl.int32)
-        for start in range(0, width, TILE):
-            at = start + tl.arange(0, TILE)
-            key = ordered_bits(tl.load(row + at, mask=at < width, other=float("-inf")).to(tl.float32))
-            if digit > 0:
-                taken = (at < width) & ((key >> (shift + 8)) == prefix)
-            else:
-                taken = at < width
-            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=taken)
-        # The digit is the highest one that still has `wanted` keys at or above it.
-        at_or_above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
-        chosen = tl.max(tl.where(at_or_above >= wanted, bins, 0), axis=0)
-        wanted -= tl.sum(tl.where(bins > chosen, counts, 0), axis=0)
-        prefix = (prefix << 8) | chosen.to(tl.uint32)
-    return prefix << (32 - 8 * DIGITS), wanted
+def choose(key, k, most):
+    """bool [T]: between k and `most` of the largest keys uint32 [T] above LOWEST (all, if there are fewer), or exactly
+    k where equal ones do not allow that; of equal ones the first."""
+    low = tl.full((), LOWEST + 1, tl.uint32)
+    high = tl.max(key, axis=0) + 1
+    searching = tl.sum((key > LOWEST).to(tl.int32), axis=0) > most
+    is_exact = searching  # whether the loop ended on the k-th largest key itself
+    while searching:
+        middle = low + (high - low) // 2
+        count = tl.sum((key >= middle).to(tl.int32), axis=0)
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count >= k, high, middle)
+        is_exact = (count < k) | (count > most)
+        searching = is_exact & (high - low > 1)
+    chosen = key >= low
+    if is_exact:
+        equal = (key == low).to(tl.int32)
+        wanted = k - tl.sum((key > low).to(tl.int32), axis=0)
+        chosen = (key > low) | ((equal > 0) & (tl.cumsum(equal, axis=0) <= wanted))
+    return chosen
 
 
 @triton.jit
-def _top_k(scores, out, stride, width, k, DIGITS: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    source = scores + row * stride
-    target = out + row * k
-    threshold, equal_wanted = kth_largest(source, width, tl.minimum(k, width), DIGITS, TILE)
-    # Fewer than k scores above -inf: all of them.
-    equal_wanted = tl.where(threshold <= LOWEST, 0, equal_wanted)
-    threshold = tl.maximum(threshold, tl.full((), LOWEST, tl.uint32))
-    written = 0
-    equal_seen = 0
-    for start in range(0, width, TILE):
-        at = start + tl.arange(0, TILE)
-        key = ordered_bits(tl.load(source + at, mask=at < width, other=float("-inf")).to(tl.float32))
-        equal = (key == threshold).to(tl.int32)
-        rank = equal_seen + tl.cumsum(equal, axis=0)
-        chosen = (at < width) & ((key > threshold) | ((equal > 0) & (rank <= equal_wanted)))
-        place = written + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        tl.store(target + place, at, mask=chosen)
-        written += tl.sum(chosen.to(tl.int32), axis=0)
-        equal_seen += tl.sum(equal, axis=0)
-    for start in range(0, k, PADDED):
-        place = start + tl.arange(0, PADDED)
-        tl.store(target + place, tl.full((PADDED,), -1, tl.int32), mask=(place >= written) & (place < k))
+def _select(
+    source, source_positions, source_counts, counts, keys_out, positions_out, row_stride, width, k, row_k, most, cap,
+    source_cap, FIRST: tl.constexpr, LAST: tl.constexpr, ROW_K: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One segment of one row. FIRST: source holds floats, else the keys that the level before left in lists of
+    source_cap. LAST: exactly k positions, -1 for none; else up to `most` keys and positions in a list of cap."""
+    row = tl.program_id(1).to(tl.int64)
+    segment = tl.program_id(0)
+    at = segment * TILE + tl.arange(0, TILE)
+    if ROW_K:
+        wanted = tl.minimum(tl.load(row_k + row).to(tl.int32), k)
+    else:
+        wanted = k
+    if FIRST:
+        key = ordered_bits(tl.load(source + row * row_stride + at, mask=at < width, other=float("-inf")))
+        position = at
+    else:
+        lists = width // source_cap
+        count = tl.load(source_counts + row * lists + at // source_cap, mask=at < width, other=0)
+        inside = (at % source_cap) < count
+        key = tl.load(source + row * width + at, mask=inside, other=0)
+        position = tl.load(source_positions + row * width + at, mask=inside, other=-1)
+    if LAST:
+        chosen = choose(key, wanted, wanted)
+    else:
+        chosen = choose(key, wanted, tl.maximum(most, wanted))
+    place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    total = tl.sum(chosen.to(tl.int32), axis=0)
+    if LAST:
+        target = positions_out + row * k
+        tl.store(target + place, position, mask=chosen)
+        for start in range(0, k, 512):
+            rest = start + tl.arange(0, 512)
+            tl.store(target + rest, tl.full((512,), -1, tl.int32), mask=(rest >= total) & (rest < k))
+    else:
+        segments = tl.num_programs(0)
+        target = (row * segments + segment) * cap
+        tl.store(keys_out + target + place, key, mask=chosen)
+        tl.store(positions_out + target + place, position, mask=chosen)
+        tl.store(counts + row * segments + segment, total)
+
+
+def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor:
+    """Positions int32 [N, k] of the k largest of scores [N, width] (row_k int64 [N]: so many, at most k), ascending, -1
+    for none. k is at most LARGEST_K."""
+    n, width = scores.shape
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
+    cap = 2 * k if k <= SEGMENT // 8 else k
+    out = torch.empty(n, k, dtype=torch.int32, device=scores.device)
+    level: tuple[Tensor, Tensor, Tensor] = (scores, out, out)  # keys, positions, lengths of the lists
+    source_cap = 1
+    first = True
+    while True:
+        segments = triton.cdiv(width, SEGMENT)
+        last = segments == 1
+        following = level
+        if not last:
+            keys = torch.empty(n, segments * cap, dtype=torch.uint32, device=scores.device)
+            following = (keys, torch.empty_like(keys, dtype=torch.int32), out.new_empty(n, segments))
+        tile = SEGMENT if not last else max(triton.next_power_of_2(width), 128)
+        _select[(segments, n)](
+            *level, following[2], following[0], out if last else following[1], scores.stride(0), width, k, row_k, cap,
+            cap, source_cap, FIRST=first, LAST=last, ROW_K=row_k is not None, TILE=tile,
+            num_warps=min(max(tile // 512, 4), 16),
+        )  # fmt: skip
+        if last:
+            return out
+        level, width, source_cap, first = following, segments * cap, cap, False
 
 
 @backend("top_k_positions", "cuda")
 def top_k_positions(scores: Tensor, k: int) -> Tensor:
-    if not covered(scores):
+    if not covered(scores) or not 0 < k <= LARGEST_K:
         return NotImplemented
-    n, width = scores.shape
-    if width == 0:
-        return torch.full((n, k), -1, dtype=torch.int32, device=scores.device)
-    if scores.stride(1) != 1:
-        scores = scores.contiguous()
-    out = torch.empty(n, k, dtype=torch.int32, device=scores.device)
-    digits = 2 if scores.dtype is torch.bfloat16 else 4
-    tile = min(TILE, max(triton.next_power_of_2(width), 128))
-    _top_k[(n,)](scores, out, scores.stride(0), width, k, DIGITS=digits, TILE=tile, PADDED=512, num_warps=16)
-    return out
+    if scores.shape[1] == 0:
+        return torch.full((scores.shape[0], k), -1, dtype=torch.int32, device=scores.device)
+    return select_top_k(scores, k)

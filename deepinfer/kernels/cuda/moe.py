@@ -1,0 +1,284 @@
+"""Mixture of experts: the gate, and the routed experts as two grouped matrix products.
+
+Each (row, slot) pair of the gate's choice is a row of its expert's product. `_route` orders the pairs by expert in tiles
+of one expert each; the products compute W x^T, weights first, so that few pairs still fill the tensor cores' rows. FP4
+weights are widened on the way from memory to the tensor cores. A pair's result does not depend on its place, and a row
+adds its pairs in the order of its slots: results are deterministic and do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepinfer.kernels.cuda.basic import gated
+from deepinfer.kernels.cuda.cache_rows import fp8_round_trip
+from deepinfer.kernels.cuda.common import covered
+from deepinfer.kernels.cuda.formats import FP8, e4m3_byte, e4m3_value, group_scale, load_fp4, over_scale
+from deepinfer.kernels.reference import moe  # noqa: F401  (defines the operations)
+from deepinfer.kernels.registry import backend
+
+TILES_AT_ONCE = tl.constexpr(16)
+
+
+@triton.jit
+def _gate(
+    logits, bias, chosen, gates, stride, bias_stride, experts, k, scaling,
+    NORMALISE: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    inside = expert < experts
+    x = tl.load(logits + row * stride + expert, mask=inside, other=0.0)
+    # log1p(e) = 2 atanh(e / (2 + e)), here with e <= 1: the series is exact to float32.
+    e = tl.exp(-tl.abs(x))
+    s = e / (2.0 + e)
+    q = s * s
+    log1p = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13)))))))
+    score = tl.sqrt_rn(tl.where(x > 20.0, x, tl.maximum(x, 0.0) + log1p))
+    key = score + tl.load(bias + row * bias_stride + expert, mask=inside, other=0.0)
+    key = tl.where(inside, key, float("-inf"))
+    slot = tl.arange(0, K)
+    picked = tl.zeros((K,), tl.int32)
+    gate = tl.zeros((K,), tl.float32)
+    for step in range(k):
+        best = tl.min(tl.where(key == tl.max(key, axis=0), expert, EXPERTS), axis=0)
+        best = tl.minimum(best, experts - 1)  # NaN is equal to nothing
+        picked = tl.where(slot == step, best, picked)
+        gate = tl.where(slot == step, tl.sum(tl.where(expert == best, score, 0.0), axis=0), gate)
+        key = tl.where(expert == best, float("-inf"), key)
+    if NORMALISE:
+        gate = gate / (tl.sum(gate, axis=0) + 1e-20)
+    tl.store(chosen + row * k + slot, picked, mask=slot < k)
+    tl.store(gates + row * k + slot, gate * scaling, mask=slot < k)
+
+
+@backend("moe_gate", "cuda")
+def moe_gate(logits: Tensor, bias: Tensor, k: int, normalise: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    n, experts = logits.shape
+    if logits.dtype is not torch.float32 or bias.dtype is not torch.float32 or k > experts:
+        return NotImplemented
+    logits, bias = logits.contiguous(), bias.contiguous()
+    chosen = torch.empty(n, k, dtype=torch.int32, device=logits.device)
+    gates = torch.empty(n, k, dtype=torch.float32, device=logits.device)
+    _gate[(n,)](
+        logits, bias, chosen, gates, experts, experts if bias.dim() == 2 else 0, experts, k, scaling,
+        NORMALISE=normalise, EXPERTS=triton.next_power_of_2(experts), K=triton.next_power_of_2(k), num_warps=1,
+    )  # fmt: skip
+    return chosen, gates
+
+
+@triton.jit
+def _route(
+    chosen, scratch, order, tiles, pairs, experts, max_tiles, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """order int32 [pairs]: the pairs by expert. tiles int32 [max_tiles, 3]: expert (-1: none), first and end in order.
+
+    One program. scratch int32: [EXPERTS] counts, [EXPERTS] begins, [pairs] ranks.
+    """
+    expert = tl.arange(0, EXPERTS)
+    begins, ranks = scratch + EXPERTS, scratch + 2 * EXPERTS
+    tl.store(scratch + expert, tl.zeros((EXPERTS,), tl.int32))
+    tl.debug_barrier()
+    for start in range(0, pairs, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        own = tl.load(chosen + at, mask=at < pairs, other=0)
+        tl.store(ranks + at, tl.atomic_add(scratch + own, 1, mask=at < pairs), mask=at < pairs)
+    tl.debug_barrier()
+    count = tl.load(scratch + expert)
+    begin = tl.cumsum(count, axis=0) - count
+    tl.store(begins + expert, begin)
+    num_tiles = (count + ROWS - 1) // ROWS
+    tile_end = tl.cumsum(num_tiles, axis=0)
+    tl.debug_barrier()
+    for start in range(0, pairs, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        own = tl.load(chosen + at, mask=at < pairs, other=0)
+        place = tl.load(begins + own) + tl.load(ranks + at, mask=at < pairs, other=0)
+        tl.store(order + place, at, mask=at < pairs)
+    for start in range(0, max_tiles, TILES_AT_ONCE):
+        tile = start + tl.arange(0, TILES_AT_ONCE)
+        is_own = (tile[:, None] < tile_end[None, :]) & (tile[:, None] >= (tile_end - num_tiles)[None, :])
+        own = tl.sum(tl.where(is_own, expert[None, :] + 1, 0), axis=1) - 1
+        first = begin[None, :] + (tile[:, None] - (tile_end - num_tiles)[None, :]) * ROWS
+        first = tl.sum(tl.where(is_own, first, 0), axis=1)
+        end = tl.minimum(first + ROWS, tl.sum(tl.where(is_own, (begin + count)[None, :], 0), axis=1))
+        tl.store(tiles + tile * 3, own, mask=tile < max_tiles)
+        tl.store(tiles + tile * 3 + 1, first, mask=tile < max_tiles)
+        tl.store(tiles + tile * 3 + 2, end, mask=tile < max_tiles)
+
+
+@triton.jit
+def _load_weights(
+    w, scale, row, alive, start, dim, FP4: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """[ROWS, DEPTH] of a weight matrix with `dim` columns, rows int64 [ROWS], columns from start on."""
+    if FP4:
+        return load_fp4(
+            w + row * (dim // 2), scale + row * (dim // 32), alive, start, dim, False, ROWS, DEPTH, DTYPE
+        )  # fmt: skip
+    else:
+        at = start + tl.arange(0, DEPTH)
+        inside = alive[:, None] & (at < dim)[None, :]
+        return tl.load(w + row[:, None] * dim + at[None, :], mask=inside, other=0.0).to(DTYPE)
+
+
+@triton.jit
+def _gate_up(
+    x, w, scale, gates, order, tiles, z, x_stride, slots, dim, inner, limit,
+    FP4: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """z [pairs in order, inner] = gate * SwiGLU of the pair's row with its expert's w1 and w3."""
+    tile = tl.program_id(1)
+    expert = tl.load(tiles + tile * 3).to(tl.int64)
+    if expert >= 0:
+        DTYPE: tl.constexpr = x.dtype.element_ty
+        place = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
+        alive = place < tl.load(tiles + tile * 3 + 2)
+        pair = tl.load(order + place, mask=alive, other=0)
+        row = (pair // slots).to(tl.int64)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < inner
+        g = tl.zeros((COLUMNS, ROWS), tl.float32)
+        u = tl.zeros((COLUMNS, ROWS), tl.float32)
+        for start in range(0, dim, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            source = x + row[None, :] * x_stride + at[:, None]
+            value = tl.load(source, mask=alive[None, :] & (at < dim)[:, None], other=0.0)
+            first = expert * 2 * inner + column
+            w1 = _load_weights(w, scale, first, inside, start, dim, FP4, COLUMNS, DEPTH, DTYPE)
+            g = tl.dot(w1, value, g, input_precision=PRECISION)
+            w3 = _load_weights(w, scale, first + inner, inside, start, dim, FP4, COLUMNS, DEPTH, DTYPE)
+            u = tl.dot(w3, value, u, input_precision=PRECISION)
+        gate = tl.load(gates + pair, mask=alive, other=0.0)
+        result = gate[None, :] * gated(g.to(DTYPE).to(tl.float32), u.to(DTYPE).to(tl.float32), limit)
+        result = result.to(DTYPE)
+        if QUANTIZE:
+            groups = tl.reshape(result.to(tl.float32), (COLUMNS // 32, 32, ROWS))
+            _, group_scales = group_scale(groups, FP8)
+            groups = e4m3_value(e4m3_byte(over_scale(groups, group_scales))) * group_scales[:, None]
+            result = tl.reshape(groups, (COLUMNS, ROWS)).to(DTYPE)
+        target = z + place[None, :].to(tl.int64) * inner + column[:, None]
+        tl.store(target, result, mask=inside[:, None] & alive[None, :])
+
+
+@triton.jit
+def _down(
+    z, w, scale, order, tiles, out, dim, inner,
+    FP4: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [pairs, dim] = w2 of the pair's expert times z [pairs in order, inner]."""
+    tile = tl.program_id(1)
+    expert = tl.load(tiles + tile * 3).to(tl.int64)
+    if expert >= 0:
+        DTYPE: tl.constexpr = z.dtype.element_ty
+        place = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
+        alive = place < tl.load(tiles + tile * 3 + 2)
+        pair = tl.load(order + place, mask=alive, other=0).to(tl.int64)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < dim
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+        for start in range(0, inner, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            source = z + place[None, :].to(tl.int64) * inner + at[:, None]
+            value = tl.load(source, mask=alive[None, :] & (at < inner)[:, None], other=0.0)
+            w2 = _load_weights(w, scale, expert * dim + column, inside, start, inner, FP4, COLUMNS, DEPTH, DTYPE)
+            total = tl.dot(w2, value, total, input_precision=PRECISION)
+        target = out + pair[None, :] * dim + column[:, None]
+        tl.store(target, total.to(DTYPE), mask=inside[:, None] & alive[None, :])
+
+
+@triton.jit
+def _add_slots(parts, out, dim, slots, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in range(slots):
+        total += tl.load(parts + (row * slots + slot) * dim + at, mask=at < dim, other=0.0).to(tl.float32)
+    tl.store(out + row * dim + at, total, mask=at < dim)
+
+
+@backend("moe_experts", "cuda")
+def moe_experts(
+    x: Tensor, chosen: Tensor, gates: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize_activations: bool
+) -> Tensor:
+    if not covered(x, w13, w2) or not x.dtype == w13.dtype == w2.dtype:
+        return NotImplemented
+    return _experts(x, chosen, gates, (w13, None), (w2, None), w2.shape[2], limit, quantize_activations)
+
+
+@backend("moe_experts_fp4", "cuda")
+def moe_experts_fp4(
+    x: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    limit: float,
+    quantize_activations: bool,
+) -> Tensor:
+    inner = 2 * w2.shape[2]
+    if not covered(x) or x.shape[1] % 32 or inner % 32:
+        return NotImplemented
+    w13, w13_scale, w2, w2_scale = (t.view(torch.uint8) for t in (w13, w13_scale, w2, w2_scale))
+    return _experts(x, chosen, gates, (w13, w13_scale), (w2, w2_scale), inner, limit, quantize_activations)
+
+
+def _experts(x, chosen, gates, w13, w2, inner, limit, quantize_activations):
+    """w13 and w2 are (values, scales); scales None: plain values of x's dtype."""
+    n, dim = x.shape
+    slots, experts = chosen.shape[1], w13[0].shape[0]
+    weights = [t for t in (*w13, *w2) if t is not None]
+    if gates.dtype is not torch.float32 or not all(t.is_contiguous() for t in weights):
+        return NotImplemented
+    if quantize_activations:
+        if dim % 32 or inner % 32:
+            return NotImplemented
+        x = fp8_round_trip(x)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    pairs = n * slots
+    rows = expert_rows(pairs, experts)
+    max_tiles = min(pairs, experts) + pairs // rows
+    padded = triton.next_power_of_2(experts)
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=x.device)
+
+    order, tiles = new(pairs), new(max_tiles, 3)
+    out, parts, z = new(n, dim, dtype=torch.float32), new(pairs, dim, dtype=x.dtype), new(pairs, inner, dtype=x.dtype)
+    if not n:
+        return out
+    _route[(1,)](
+        chosen.contiguous(), new(2 * padded + pairs), order, tiles, pairs, experts, max_tiles,
+        ROWS=rows, EXPERTS=padded, CHUNK=1024, num_warps=8,
+    )  # fmt: skip
+    fp4, wide = w13[1] is not None, x.dtype is torch.float32
+    shape = dict(FP4=fp4, ROWS=rows, PRECISION="ieee" if wide else "tf32", **product_shape(rows, wide))
+    columns = shape["COLUMNS"]
+    _gate_up[(triton.cdiv(inner, columns), max_tiles)](
+        x, *w13, gates.contiguous(), order, tiles, z, x.stride(0), slots, dim, inner, limit,
+        QUANTIZE=quantize_activations, **shape,
+    )  # fmt: skip
+    _down[(triton.cdiv(dim, columns), max_tiles)](z, *w2, order, tiles, parts, dim, inner, **shape)
+    block = min(triton.next_power_of_2(dim), 1024)
+    _add_slots[(n, triton.cdiv(dim, block))](parts, out, dim, slots, BLOCK=block)
+    return out
+
+
+def expert_rows(pairs: int, experts: int) -> int:
+    """Pairs of one tile: about what an expert has, so that few tiles are padding."""
+    return min(max(triton.next_power_of_2(triton.cdiv(pairs, experts)), 16), 64)
+
+
+def product_shape(rows: int, wide: bool) -> dict[str, int]:
+    """Tile of a product: weight rows, columns of one step, warps and stages of the pipeline."""
+    if wide:
+        return dict(COLUMNS=32, DEPTH=32, num_warps=4, num_stages=1)
+    return dict(COLUMNS=64, DEPTH=128, num_warps=4, num_stages=4 if rows <= 32 else 3)
