@@ -10,7 +10,7 @@ import deepinfer.kernels.ops  # noqa: F401  (registers the backends)
 from deepinfer.kernels.reference.cache_rows import RowFormat
 from deepinfer.kernels.reference.quant import quantize_fp4_weight
 from deepinfer.kernels.registry import OPERATIONS
-from tests.kernels.cases import CASES, INF, normal, strided_cache
+from tests.kernels.cases import CASES, INF, integers, normal, strided_cache
 from tests.kernels.test_ops_backends import copied
 
 pytestmark = pytest.mark.gpu

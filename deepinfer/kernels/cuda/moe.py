@@ -1,7 +1,7 @@
 """Mixture of experts: the gate, and the routed experts as two grouped matrix products.
 
-Each (row, slot) pair of the gate's choice is a row of its expert's product. `_route` orders the pairs by expert in tiles
-of one expert each; the products compute W x^T, weights first, so that few pairs still fill the tensor cores' rows. FP4
+Each (row, slot) pair of the gate's choice is a row of its expert's product. `_route` orders the pairs by expert, in
+tiles of one expert each; the products compute W x^T, weights first, so that few pairs still fill the tensor cores' rows. FP4
 weights are widened on the way from memory to the tensor cores. A pair's result does not depend on its place, and a row
 adds its pairs in the order of its slots: results are deterministic and do not depend on the batch.
 """
@@ -260,7 +260,7 @@ def _experts(x, chosen, gates, w13, w2, inner, limit, quantize_activations):
         ROWS=rows, EXPERTS=padded, CHUNK=1024, num_warps=8,
     )  # fmt: skip
     fp4, wide = w13[1] is not None, x.dtype is torch.float32
-    shape = dict(FP4=fp4, ROWS=rows, PRECISION="ieee" if wide else "tf32", **product_shape(rows, wide))
+    shape = {"FP4": fp4, "ROWS": rows, "PRECISION": "ieee" if wide else "tf32", **product_shape(rows, wide)}
     columns = shape["COLUMNS"]
     _gate_up[(triton.cdiv(inner, columns), max_tiles)](
         x, *w13, gates.contiguous(), order, tiles, z, x.stride(0), slots, dim, inner, limit,
@@ -280,5 +280,5 @@ def expert_rows(pairs: int, experts: int) -> int:
 def product_shape(rows: int, wide: bool) -> dict[str, int]:
     """Tile of a product: weight rows, columns of one step, warps and stages of the pipeline."""
     if wide:
-        return dict(COLUMNS=32, DEPTH=32, num_warps=4, num_stages=1)
-    return dict(COLUMNS=64, DEPTH=128, num_warps=4, num_stages=4 if rows <= 32 else 3)
+        return {"COLUMNS": 32, "DEPTH": 32, "num_warps": 4, "num_stages": 1}
+    return {"COLUMNS": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 4 if rows <= 32 else 3}

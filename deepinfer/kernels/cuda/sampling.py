@@ -1,7 +1,7 @@
 """The fused sampler: temperature, top-k, top-p, min-p and the draw in one kernel, one program a row.
 
-Rows that keep few candidates draw from those, which `select_top_k` has picked; the others from the whole row. A pass over
-a row leaves the weight of every block of 512 tokens in a scratch row: a draw looks at the blocks' cumulative sum, then
+Rows that keep few candidates draw from those, which `select_top_k` has picked; the others from the whole row. A pass
+over a row leaves the weight of every block of 512 tokens in a scratch row: a draw looks at the blocks' cumulative sum, then
 at one block. The nucleus is never computed: a token that was drawn is accepted if less than top_p of all weight lies
 above it, else the next draw is among the tokens above it (see kernels/reference/sampling.py).
 """
@@ -39,7 +39,7 @@ def _uniform(seed, counter):
 
 @triton.jit
 def _weights(row, ids, at, width, largest, heat, MAPPED: tl.constexpr):
-    """exp((logit - largest) / heat) of the candidates at `at`, 0 past the last. MAPPED: through their ids (-1: none)."""
+    """exp((logit - largest) / heat) of the candidates at `at`, 0 past the last. MAPPED: they are at ids (-1: none)."""
     if MAPPED:
         token = tl.load(ids + at, mask=at < width, other=-1)
         value = tl.load(row + token, mask=token >= 0, other=float("-inf"))

@@ -50,8 +50,9 @@ def draw_tokens(
     """One token of each row of logits float32 [R, V], and the row's largest logit: if not finite, the token is void.
 
     All [R]: temperature, top_p and min_p float64 (temperature 0: the first of the largest logits), num_candidates int64
-    in 1..V (only that many largest logits may be drawn), seeds and counters int64 (the bits of uint64). most_candidates:
-    the largest of the numbers of candidates that are below V, 0 if none is (what a device must not be asked for)
+    in 1..V (only that many largest logits may be drawn), seeds and counters int64 (the bits of uint64).
+    most_candidates: the largest of the numbers of candidates below V, 0 if none is; known to the host, so that it need
+    not ask the device.
     -> token ids int64 [R], largest float32 [R].
     """
     largest, tokens = logits.max(dim=-1)
