@@ -47,7 +47,7 @@ struct Params {
     int tokens;
 };
 
-enum NamedBarrier { PROBABILITIES_0 = 1, PROBABILITIES_1, SUMS_READY };
+enum NamedBarrier { PROBABILITIES_0 = 1, PROBABILITIES_1, SUMS_READY, QUERY_READY };
 
 struct Barriers {
     u32 base;
@@ -117,15 +117,17 @@ DEVICE void produce(const Params& p, const Barriers& barriers, u8* shared, int f
     const int lane = threadIdx.x % 8, row = threadIdx.x % 128 / 8;
     const u32 keys = shared_address(shared + KEYS) + row * 128 + ((lane ^ row % 8) << 4);
     const Tiles tiles(p, rank);
-    u32 parity = 1, query_parity = 1;  // the first wait for a free tile returns at once
+    u32 parity = 1, query_parity = !QUERY_IS_CHANGED;  // at parity 1 the first wait returns at once: nothing is in use
     for (int item = first_item; item < items; item += step) {
         int token = item / BLOCKS_A_TOKEN, head = item % BLOCKS_A_TOKEN * BLOCK_HEADS;
         Filling next[2];
         next[0].find(p, tiles, token, 0);
         next[1].find(p, tiles, token, 1);
-        barrier_wait(barriers.query_free(), query_parity);
-        query_parity ^= 1;
-        load_query(p.query, p.angles, token, head, shared_address(shared + QUERY), barriers.query_ready());
+        if (!QUERY_IS_CHANGED || item != first_item) {
+            barrier_wait(barriers.query_free(), query_parity);
+            query_parity ^= 1;
+            load_query<128>(p.query, p.angles, token, head, shared_address(shared + QUERY), barriers.query_ready());
+        }
         PackedRow early[2], late[2];
         next[0].load(early, p, 0, 0);
         for (int pair = 0; pair < tiles.pairs(); pair++) {
@@ -302,8 +304,13 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
 
     float o[128], s[32], factor[2];
     u32 words[16];
+    if (QUERY_IS_CHANGED) {
+        const int token = first_item / BLOCKS_A_TOKEN, head = first_item % BLOCKS_A_TOKEN * BLOCK_HEADS;
+        load_query<256>(p.query, p.angles, token, head, shared_address(shared + QUERY), 0);
+        named_sync(QUERY_READY, 256);
+    }
     if (GROUP_ID == 0) {
-        wait_for_query(barriers, query_parity);
+        if (!QUERY_IS_CHANGED) wait_for_query(barriers, query_parity);
         score_tile<0>(s, query, my_keys, barriers, parity);
         wgmma_wait<0>();
         fence_registers(s);
@@ -360,7 +367,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
             }
         } else {
             for (int pair = 0; pair < pairs; pair++) {
-                if (pair == 0) wait_for_query(barriers, query_parity);
+                if (pair == 0 && !(QUERY_IS_CHANGED && item == first_item)) wait_for_query(barriers, query_parity);
                 score_tile<1>(s, query, my_keys, barriers, parity);
                 named_sync(PROBABILITIES_0, 256);  // tile 0's values while our scores are on their way
                 factor[0] = softmax.move(0, shared_maximum[row]);

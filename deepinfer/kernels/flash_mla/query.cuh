@@ -7,6 +7,10 @@
 #define NORM_EPSILON 1e-20f
 #endif
 
+// A query that is changed on the way is worked on by the consumers, who have nothing else to do yet, for a block's first
+// token, and by the producer for the others.
+#define QUERY_IS_CHANGED (Q_NORM || ROPE)
+
 struct Query {
     const u8* base;  // BF16 [tokens, heads, 512]
     long long token_stride, head_stride;  // bytes
@@ -17,19 +21,22 @@ struct Angles {
     const float *cos, *sin;
 };
 
-// Sub-tiles of [64 heads x 64 values], swizzled like the keys; 8 threads a row, 16 rows at once.
+// Sub-tiles of [64 heads x 64 values], swizzled like the keys; 8 threads a row. THREADS of them work together; each
+// announces its share to `ready`, unless that is 0.
+template <int THREADS>
 DEVICE void load_query(const Query& query, const Angles& angles, int token, int head, u32 target, u32 ready) {
-    int thread = threadIdx.x % 128, lane = thread % 8, row = thread / 8;
+    constexpr int ROWS = THREADS / 8;  // at once
+    const int thread = threadIdx.x % THREADS, lane = thread % 8, row = thread / 8;
     const u8* source = query.base + token * query.token_stride + (head + row) * query.head_stride + lane * 16;
     target += row * 128 + ((lane ^ row % 8) << 4);
 #if !Q_NORM && !ROPE
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 64 / ROWS; i++) {
 #pragma unroll
         for (int t = 0; t < 8; t++)
-            copy_16(target + t * 8192 + i * 2048, source + i * 16 * query.head_stride + t * 128, true);
+            copy_16(target + t * 8192 + i * ROWS * 128, source + i * ROWS * query.head_stride + t * 128, true);
     }
-    barrier_arrive_on_copies(ready);
+    if (ready) barrier_arrive_on_copies(ready);
 #else
     float cos[4], sin[4];
 #pragma unroll
@@ -37,11 +44,11 @@ DEVICE void load_query(const Query& query, const Angles& angles, int token, int 
         cos[i] = __ldg(angles.cos + token * 32 + 4 * lane + i);
         sin[i] = __ldg(angles.sin + token * 32 + 4 * lane + i);
     }
-#pragma unroll 1
-    for (int i = 0; i < 4; i++) {
+#pragma unroll(THREADS / 128)
+    for (int i = 0; i < 64 / ROWS; i++) {
         uint4 chunks[8];
 #pragma unroll
-        for (int t = 0; t < 8; t++) chunks[t] = __ldg((const uint4*)(source + i * 16 * query.head_stride + t * 128));
+        for (int t = 0; t < 8; t++) chunks[t] = __ldg((const uint4*)(source + i * ROWS * query.head_stride + t * 128));
         if (Q_NORM) {
             float squares = 0;
 #pragma unroll
@@ -73,9 +80,9 @@ DEVICE void load_query(const Query& query, const Angles& angles, int token, int 
         chunks[7] = make_uint4(last[0], last[1], last[2], last[3]);
 #pragma unroll
         for (int t = 0; t < 8; t++)
-            store_shared(target + t * 8192 + i * 2048, chunks[t].x, chunks[t].y, chunks[t].z, chunks[t].w);
+            store_shared(target + t * 8192 + i * ROWS * 128, chunks[t].x, chunks[t].y, chunks[t].z, chunks[t].w);
     }
     fence_to_matrix_units();
-    barrier_arrive(ready);
+    if (ready) barrier_arrive(ready);
 #endif
 }
