@@ -63,9 +63,14 @@ def copy_sequence(
     source: CacheRows, source_blocks: Sequence[int], source_slot: int,
     target: CacheRows, target_blocks: Sequence[int], target_slot: int,
 ) -> None:  # fmt: skip
-    """Copy a sequence's blocks and state from one engine's caches to another's of the same model."""
-    blocks = _gather(source.blocks, list(source_blocks))
-    _scatter(blocks.to(target.device), target.blocks, list(target_blocks))
+    """Copy a sequence's blocks and state from one engine's caches to another's of the same model.
+
+    One block table may be longer by a block for the next token, which has no content yet.
+    """
+    num_blocks = min(len(source_blocks), len(target_blocks)) if source.blocks else 0
+    if num_blocks:
+        blocks = _gather(source.blocks, list(source_blocks[:num_blocks]))
+        _scatter(blocks.to(target.device), target.blocks, list(target_blocks[:num_blocks]))
     _scatter(_gather(source.slots, [source_slot]).to(target.device), target.slots, [target_slot])
 
 
