@@ -8,10 +8,16 @@ A marker pair in README.md or docs/*.md names an area of benchmarks/results (or 
 """
 
 import re
+import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deepinfer.bench.results import RESULTS_DIR, Record, load_all
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TABLE_WIDTH = 140  # of a terminal in which the table is easier to read than lines
 _MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 COLUMNS = ("name", "value", "target", "baseline", "ratio", "met", "device")
 
@@ -70,15 +76,50 @@ def select(results: dict[str, list[Record]], area: str) -> list[Record]:
 
 
 def print_report(area: str = "all", directory: Path = RESULTS_DIR) -> list[Record]:
-    """Print the table to the terminal; the printed records are returned."""
+    """Print the table to the terminal, or lines where it is too narrow; the printed records are returned."""
     from rich.console import Console
-    from rich.table import Table
 
     records = select(load_all(directory), area)
-    table = Table(*COLUMNS, title=None if records else f"no results in {directory}")
+    console = Console(soft_wrap=False, highlight=False)
+    if not records:
+        console.print(f"no results in {directory}", markup=False)
+    elif console.width < TABLE_WIDTH:
+        for text in narrow_report(records, console.width):
+            console.print(text, markup=False, style="bold" if text and not text.startswith(" ") else None)
+    else:
+        _print_table(console, records)
+    return records
+
+
+def _print_table(console: "Console", records: list[Record]) -> None:
+    from rich.table import Table
+
+    table = Table(*COLUMNS)
     for record in records:
         colour = {None: "", True: "green", False: "red"}[record.met]
         cells = row(record)
         table.add_row(*cells[:5], f"[{colour}]{cells[5]}[/]" if colour else cells[5], cells[6])
-    Console(soft_wrap=False).print(table)
-    return records
+    console.print(table)
+
+
+def narrow_report(records: list[Record], width: int) -> list[str]:
+    """Lines of at most `width` characters, unless a word is longer: a heading a device, then each record."""
+    lines: list[str] = []
+
+    def wrapped(text: str, indent: int) -> list[str]:
+        space = " " * indent
+        return textwrap.wrap(text, width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
+
+    by_device: dict[str, list[Record]] = {}
+    for record in records:
+        by_device.setdefault(record.device, []).append(record)
+    for device, group in by_device.items():
+        lines += ["", *wrapped(device, 0)] if lines else wrapped(device, 0)
+        for record in group:
+            _, value, target, baseline, ratio, met, _ = row(record)
+            figures = [value]
+            figures += [f"{ratio} of {baseline}"] if record.ratio is not None else []
+            if record.target is not None:
+                figures.append(f"target {target}: {'met' if met == 'yes' else 'not met'}")
+            lines += [*wrapped(record.name, 2), *wrapped(", ".join(figures), 6)]
+    return lines

@@ -130,7 +130,8 @@ def cpu_device_name() -> str:
     """For what runs on the CPU of a machine that also has a GPU."""
     import torch
 
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def cpu_name() -> str:

@@ -8,11 +8,12 @@ names the key.
 from __future__ import annotations
 
 import copy
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from deepinfer.config.backbone import BackboneConfig
 from deepinfer.config.checks import check_equal, check_model, check_object, require
 from deepinfer.config.parts import LayerMode, LayerPlan, RopeScaling, VisionConfig
 from deepinfer.config.spelling import (
@@ -26,47 +27,17 @@ from deepinfer.config.spelling import (
 )
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(BackboneConfig):
     """Text model of DeepSeek-V4.1. Field names are those of the public `text_config`."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    moe_intermediate_size: int
-    num_attention_heads: int
-    head_dim: int
-    qk_rope_head_dim: int
-    q_lora_rank: int
-    o_lora_rank: int
-    o_groups: int
-    n_routed_experts: int
-    num_experts_per_tok: int
     compress_ratios: tuple[int, ...]
     kv_source_layer_ids: tuple[int, ...]
     index_source_layer_ids: tuple[int, ...]
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-    sliding_window: int = 128
     candidate_source_layer_id: int = -1
     candidate_topk_blocks: int = 2048
     candidate_block_size: int = 8
-    n_shared_experts: int = 1
-    routed_scaling_factor: float = 1.5
-    norm_topk_prob: bool = True
-    scoring_func: str = "sqrtsoftplus"
-    topk_method: str = "noaux_tc"
-    hidden_act: str = "silu"
-    swiglu_limit: float = 10.0
     rms_norm_eps: float = 1e-20
-    max_position_embeddings: int = 1048576
-    rope_theta: float = 10000.0
-    compress_rope_theta: float = 160000.0
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    hc_mult: int = 4
-    hc_sinkhorn_iters: int = 20
-    hc_eps: float = 1e-6
     engram_layer_ids: tuple[int, ...] = ()
     engram_num_embeddings: tuple[int, ...] = ()
     engram_max_ngram_size: int = 4
@@ -82,11 +53,8 @@ class ModelConfig:
     dspark_markov_rank: int = 256
     dspark_n_routed_experts: int = 128
     dspark_num_experts_per_tok: int = 3
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
     initializer_range: float = 0.02
     # top level of config.json
-    bos_token_id: int = 0
     eos_token_id: int = 1
     pad_token_id: int = 2
     image_token_id: int = -1
@@ -210,11 +178,6 @@ class ModelConfig:
     def ring_size(self) -> int:
         """Slots of a sliding-window ring: window + backtracking."""
         return self.sliding_window + self.max_backtracking_tokens
-
-    @property
-    def hc_mix_size(self) -> int:
-        """Rows of hc_*_fn: pre, post and the hc x hc combination."""
-        return self.hc_mult * (2 + self.hc_mult)
 
     def __post_init__(self) -> None:
         check_model(self)

@@ -7,12 +7,13 @@ that can be wrong is checked here, at start-up, with an error that names the key
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from deepinfer.config.backbone import BackboneConfig
 from deepinfer.config.checks import (
     check_common,
     check_equal,
@@ -59,49 +60,16 @@ class LayerPlanV4:
         return 2 if self.kind is AttentionKind.SPARSE else 1
 
 
-@dataclass(frozen=True)
-class ModelConfigV4:
+@dataclass(frozen=True, kw_only=True)
+class ModelConfigV4(BackboneConfig):
     """Text model of DeepSeek-V4. Field names are those of the public config.json, except where noted."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    moe_intermediate_size: int
-    num_attention_heads: int
-    head_dim: int
-    qk_rope_head_dim: int
-    q_lora_rank: int
-    o_lora_rank: int
-    o_groups: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
     attention_kinds: tuple[AttentionKind, ...]  # from `compress_ratios` or `layer_types`, one a layer
     hash_layers: tuple[bool, ...]  # from `num_hash_layers` or `mlp_layer_types`, one a layer
     sparse_ratio: int = 4  # `compress_rates`
     heavy_ratio: int = 128
-    sliding_window: int = 128
-    n_shared_experts: int = 1
-    routed_scaling_factor: float = 1.5
-    norm_topk_prob: bool = True
-    scoring_func: str = "sqrtsoftplus"
-    topk_method: str = "noaux_tc"
-    hidden_act: str = "silu"
-    swiglu_limit: float = 10.0
     rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 1048576
-    rope_theta: float = 10000.0
-    compress_rope_theta: float = 160000.0
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    hc_mult: int = 4
-    hc_sinkhorn_iters: int = 20
-    hc_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
     mlp_bias: bool = False
-    bos_token_id: int = 0
     eos_token_ids: tuple[int, ...] = (1,)  # `eos_token_id`, a number or a list
     quantized: bool = False  # a `quantization_config` is present
 
@@ -156,11 +124,6 @@ class ModelConfigV4:
         }
         pairs = zip(self.attention_kinds, self.hash_layers, strict=True)
         return tuple(LayerPlanV4(i, kind, ratios.get(kind, 0), hashed) for i, (kind, hashed) in enumerate(pairs))
-
-    @property
-    def hc_mix_size(self) -> int:
-        """Rows of hc_*_fn: pre, post and the hc x hc combination."""
-        return self.hc_mult * (2 + self.hc_mult)
 
     # ---------------------------------------------------------------- checks
 

@@ -114,16 +114,21 @@ def nano_losses(folder: Path, config: ModelConfig, device: str, dtype: torch.dty
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders, one with heldout.npz")
+    parser.add_argument("--data", type=Path, nargs="+", help="folders, one with heldout.npz")
     parser.add_argument("--out", type=Path, required=True, help="held_out.json is written here")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--sources", nargs="+", help="only these")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    config = ModelConfig.from_file(options.model)
+    try:
+        if not options.data:
+            raise ValueError("--data must name the folders of the training data, one with heldout.npz (docs/nano.md)")
+        config = ModelConfig.from_file(options.model)
+        held_out = load_held_out(options.data, options.length, options.sources)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"error: {' '.join(str(error).split())}\n")
     dtype = torch.bfloat16 if options.device != "cpu" else torch.float32
     losses = nano_losses(options.model, config, options.device, dtype)
-    held_out = load_held_out(options.data, options.length, options.sources)
     scores = held_out_scores(losses, held_out, 1 if options.device == "cpu" else 64, options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "held_out.json").write_text(json.dumps(scores, indent=1) + "\n")

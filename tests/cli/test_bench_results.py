@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from deepinfer.bench.report import figure, markdown_table, update_documents
-from deepinfer.bench.results import Record, load, load_all, measured, save
+from deepinfer.bench.report import figure, markdown_table, print_report, update_documents
+from deepinfer.bench.results import Record, cpu_device_name, load, load_all, measured, save
 
 FIELDS = {
     "name", "part", "unit", "value", "baseline_name", "baseline_value", "ratio", "target", "higher_is_better",
@@ -79,6 +80,32 @@ def test_tables_in_documents_are_regenerated(tmp_path: Path) -> None:
     assert "| decode | 30.0 tok/s | ≥ 2.00 × | 10.0 tok/s (other) | 3.00 × | yes | cpu |" in text
     assert "| slow \\| one | 1.00 tok/s | ≥ 2.00 × | 10.0 tok/s (other) | 0.100 × | no | cpu |" in text
     assert update_documents(tmp_path, results) == []
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_a_narrow_terminal_gets_whole_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    long = "tokens a second of a decode step with sixty-four sequences and a context of eight thousand tokens"
+    bare = record(name="bare", baseline_value=None, target=None)
+    save("speed", [record(), record(name=long, value=1.0), bare], tmp_path)
+    print_report("speed", tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width and lines[0] == "cpu"
+    text = " ".join(line.strip() for line in lines)
+    assert "decode 30.0 tok/s, 3.00 × of 10.0 tok/s (other), target ≥ 2.00 ×: met" in text
+    assert long in text and "not met" in text and "tok/s" in lines[-1] and "target" not in lines[-1]
+
+
+@pytest.mark.parametrize(("threads", "words"), [(1, "1 thread"), (2, "2 threads")])
+def test_a_device_counts_its_threads(threads: int, words: str) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert cpu_device_name().endswith(f", {words}")
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_empty_area_says_so() -> None:

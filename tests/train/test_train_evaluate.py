@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import deepinfer
 from deepinfer.train.dense_baseline import DenseConfig, DenseModel, dense_gradient_step, dense_kinds, dense_masters
-from deepinfer.train.evaluate import held_out_scores, load_held_out
+from deepinfer.train.evaluate import held_out_scores, load_held_out, main
 from deepinfer.train.optimizer import Optimizer, Rates
 from deepinfer.train.parameters import Parameters
 
@@ -49,6 +51,15 @@ def test_scores_count_every_target_once(tmp_path, batch):
     assert "bits_per_byte" not in scores["talk"]
     assert scores["all"]["targets"] == len(text) - 1 + spoken[1:].sum()
     assert scores["all text"]["bits_per_byte"] == pytest.approx(scores["text"]["bits_per_byte"])
+
+
+def test_missing_data_is_one_line(tmp_path, capsys):
+    model = str(Path(deepinfer.__file__).parent / "checkpoints" / "nano")
+    for given, needle in (([], "--data"), (["--data", str(tmp_path)], "heldout.npz")):
+        with pytest.raises(SystemExit) as ended:
+            main(["--model", model, "--out", str(tmp_path), *given])
+        err = capsys.readouterr().err
+        assert ended.value.code == 2 and needle in err and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_dense_baseline_learns():

@@ -43,6 +43,8 @@ class Asset:
 
 def _read(path: Path) -> Asset:
     content = path.read_bytes()
+    if path.suffix == ".html":  # the head of a page is the same, but for its name
+        content = (path.parent / "head.html").read_bytes().replace(b"PAGE", path.stem.encode()) + content
     return Asset(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
