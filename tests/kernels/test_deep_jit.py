@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -10,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from deepinfer.kernels.deep_jit import Build, CompileError
+from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
 from deepinfer.kernels.deep_jit.cache import cache_key, included_files
 from deepinfer.kernels.deep_jit.compilers import Compiler, find_compiler, options
+from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit.warmup import all_builds, compile_all
 
 KERNELS = Path(__file__).parents[2] / "deepinfer" / "kernels"
@@ -183,3 +186,53 @@ def test_options_are_sorted_and_name_the_target(tmp_path):
         "-DA=1",
         "-DB=2",
     ]
+
+
+# ------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_launches_on_the_current_stream(source):
+    source.write_text(SCALE.replace("float* x", "float* x, float by").replace("FACTOR", "by"))
+    kernel = Kernel(Build("scale", source, {"WIDTH": 128}))
+    x = torch.ones(4, 128, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x.add_(1)
+        kernel.launch((4, 1, 1), (128, 1, 1), ctypes.c_void_p(x.data_ptr()), ctypes.c_float(3.0))
+    stream.synchronize()
+    assert (x == 6).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_a_tensor_map_copies_swizzled_boxes_and_zeros_outside(dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path))
+    row = 128 // dtype.itemsize  # 128 bytes
+    x = torch.randn(50, 3 * row, device="cuda").to(dtype)[:, : 2 * row]
+    kernel = Kernel(Build("copy_box", Path(__file__).parent / "tensor_map_copy.cu"), shared_bytes=16 * 128)
+    out = torch.empty(16, 8, 16, dtype=torch.uint8, device="cuda")  # rows of 8 chunks of 16 bytes
+    arguments = [ctypes.c_void_p(out.data_ptr()), ctypes.c_int(row), ctypes.c_int(40), ctypes.c_int(16 * 128)]
+    kernel.launch((1, 1, 1), (128, 1, 1), tensor_map(x, (16, row)), *arguments)
+    rows, chunks = torch.arange(16).unsqueeze(1), torch.arange(8)
+    straight = out.cpu()[rows, chunks ^ (rows % 8)].view(torch.uint8).flatten(1).view(dtype)
+    expected = torch.zeros(16, row, dtype=dtype)
+    expected[:10] = x[40:, row:].cpu()
+    assert torch.equal(straight, expected)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "box", "message"),
+    [
+        (torch.zeros(4, 8).t(), (1, 1), "last dimension"),
+        (torch.zeros(4, 8, dtype=torch.int64), (1, 1), "int64"),
+        (torch.zeros(4, 9), (1, 1), "16 bytes"),
+        (torch.zeros(4, 8), (1,), "box"),
+    ],
+)
+def test_what_no_tensor_map_describes(tensor, box, message):
+    with pytest.raises(ValueError, match=message):
+        tensor_map(tensor, box)

@@ -44,7 +44,7 @@ class Kernel:
             self._functions[device] = driver.load_function(self.build.cubin(), self.build.name, self.shared_bytes)
         return self._functions[device]
 
-    def launch(self, grid: Dim, block: Dim, *arguments: ctypes._SimpleCData | ctypes.Structure) -> None:
+    def launch(self, grid: Dim, block: Dim, *arguments: ctypes._SimpleCData | ctypes.Structure | ctypes.Array) -> None:
         """Launch on the current stream; may be captured in a CUDA graph once `load` has run. Raises DriverError."""
         function = self.load()
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))

@@ -113,7 +113,8 @@ struct Filling {
     }
 };
 
-DEVICE void produce(const Params& p, const Barriers& barriers, u8* shared, int first_item, int items, int step, int rank) {
+DEVICE void produce(const Params& p, const TensorMap& query_map, const Barriers& barriers, u8* shared, int first_item,
+                    int items, int step, int rank) {
     const int lane = threadIdx.x % 8, row = threadIdx.x % 128 / 8;
     const u32 keys = shared_address(shared + KEYS) + row * 128 + ((lane ^ row % 8) << 4);
     const Tiles tiles(p, rank);
@@ -126,7 +127,9 @@ DEVICE void produce(const Params& p, const Barriers& barriers, u8* shared, int f
         if (!QUERY_IS_CHANGED || item != first_item) {
             barrier_wait(barriers.query_free(), query_parity);
             query_parity ^= 1;
-            load_query<128>(p.query, p.angles, token, head, shared_address(shared + QUERY), barriers.query_ready());
+            const u32 target = shared_address(shared + QUERY);
+            if (QUERY_IS_CHANGED) change_query<128>(p.query, p.angles, token, head, target, barriers.query_ready());
+            else copy_query(query_map, token, head, target, barriers.query_ready());
         }
         PackedRow early[2], late[2];
         next[0].load(early, p, 0, 0);
@@ -306,7 +309,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
     u32 words[16];
     if (QUERY_IS_CHANGED) {
         const int token = first_item / BLOCKS_A_TOKEN, head = first_item % BLOCKS_A_TOKEN * BLOCK_HEADS;
-        load_query<256>(p.query, p.angles, token, head, shared_address(shared + QUERY), 0);
+        change_query<256>(p.query, p.angles, token, head, shared_address(shared + QUERY), 0);
         named_sync(QUERY_READY, 256);
     }
     if (GROUP_ID == 0) {
@@ -416,11 +419,12 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
 #define CLUSTER
 #endif
 
-extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) sparse_attention(const __grid_constant__ Params p) {
+extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) 
+sparse_attention(const __grid_constant__ Params p, const __grid_constant__ TensorMap query_map) {
     extern __shared__ __align__(1024) u8 shared[];
     const Barriers barriers = {shared_address(shared + BARRIERS)};
     if (threadIdx.x == 0) {
-        barrier_init(barriers.query_ready(), 128);
+        barrier_init(barriers.query_ready(), QUERY_ARRIVALS);
         barrier_init(barriers.query_free(), 8);
         for (int tile = 0; tile < 2; tile++) {
             for (int half = 0; half < 2; half++) {
@@ -436,7 +440,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) sparse_attention(co
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the same for a warp
     if (group == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        produce(p, barriers, shared, first, items, step, rank);
+        produce(p, query_map, barriers, shared, first, items, step, rank);
         if (SPLIT > 1) cluster_sync_twice();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));

@@ -32,6 +32,11 @@ DEVICE void barrier_arrive_on_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// One arrival, and `bytes` of bulk copies to wait for beside it.
+DEVICE void barrier_arrive_and_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // ------------------------------------------------------------------ named barriers between warpgroups
 
 DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -53,6 +58,17 @@ DEVICE void fence_to_matrix_units() { asm volatile("fence.proxy.async.shared::ct
 DEVICE void copy_16(u32 target, const void* source, bool valid) {
     asm volatile("cp.async.cg.shared.global" COPY_HINT " [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                  : "memory");
+}
+// A box of a tensor of three dimensions, by one thread; its bytes are counted at `barrier`.
+struct __align__(64) TensorMap {
+    u8 bytes[128];
+};
+DEVICE void copy_box(u32 target, const TensorMap& map, int x, int y, int z, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            target),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        : "memory");
 }
 DEVICE void store_shared(u32 target, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_jit import Kernel
+from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.flash_mla.variants import Variant
 from deepinfer.kernels.reference.cache_rows import RowFormat
 
@@ -136,4 +137,4 @@ def launch(
     )
     items = tokens * heads // BLOCK_HEADS
     grid = items * split if split > 1 else min(items, processors)
-    kernel(variant).launch((grid, 1, 1), (THREADS, 1, 1), params)
+    kernel(variant).launch((grid, 1, 1), (THREADS, 1, 1), params, tensor_map(q, (1, BLOCK_HEADS, 64)))

@@ -21,26 +21,26 @@ struct Angles {
     const float *cos, *sin;
 };
 
-// Sub-tiles of [64 heads x 64 values], swizzled like the keys; 8 threads a row. THREADS of them work together; each
-// announces its share to `ready`, unless that is 0.
+#define QUERY_ARRIVALS (QUERY_IS_CHANGED ? 128 : 1)
+
+// As it is: 8 sub-tiles of [64 heads x 64 values], swizzled like the keys, by the copy engine.
+DEVICE void copy_query(const TensorMap& map, int token, int head, u32 target, u32 ready) {
+    if (threadIdx.x % 128) return;
+    barrier_arrive_and_expect(ready, 65536);
+#pragma unroll
+    for (int t = 0; t < 8; t++) copy_box(target + t * 8192, map, t * 64, head, token, ready);
+}
+
+// Changed: 8 threads a row, THREADS of them together. Each announces its share to `ready`, unless that is 0.
 template <int THREADS>
-DEVICE void load_query(const Query& query, const Angles& angles, int token, int head, u32 target, u32 ready) {
+DEVICE void change_query(const Query& query, const Angles& angles, int token, int head, u32 target, u32 ready) {
     constexpr int ROWS = THREADS / 8;  // at once
     const int thread = threadIdx.x % THREADS, lane = thread % 8, row = thread / 8;
     const u8* source = query.base + token * query.token_stride + (head + row) * query.head_stride + lane * 16;
     target += row * 128 + ((lane ^ row % 8) << 4);
-#if !Q_NORM && !ROPE
-#pragma unroll
-    for (int i = 0; i < 64 / ROWS; i++) {
-#pragma unroll
-        for (int t = 0; t < 8; t++)
-            copy_16(target + t * 8192 + i * ROWS * 128, source + i * ROWS * query.head_stride + t * 128, true);
-    }
-    if (ready) barrier_arrive_on_copies(ready);
-#else
     float cos[4], sin[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4 && ROPE; i++) {
         cos[i] = __ldg(angles.cos + token * 32 + 4 * lane + i);
         sin[i] = __ldg(angles.sin + token * 32 + 4 * lane + i);
     }
@@ -77,12 +77,11 @@ DEVICE void load_query(const Query& query, const Angles& angles, int token, int 
             float even = low_bf16(last[w]), odd = high_bf16(last[w]);
             last[w] = pack_bf16(even * cos[w] - odd * sin[w], even * sin[w] + odd * cos[w]);
         }
-        chunks[7] = make_uint4(last[0], last[1], last[2], last[3]);
+        if (ROPE) chunks[7] = make_uint4(last[0], last[1], last[2], last[3]);
 #pragma unroll
         for (int t = 0; t < 8; t++)
             store_shared(target + t * 8192 + i * ROWS * 128, chunks[t].x, chunks[t].y, chunks[t].z, chunks[t].w);
     }
     fence_to_matrix_units();
     if (ready) barrier_arrive(ready);
-#endif
 }
