@@ -101,7 +101,7 @@ def synthetic_model(config: ModelConfig, dtype: torch.dtype, device: str, seed: 
     """Random weights made on the device; routed experts stay in FP4 where a kernel reads it."""
     weights, experts = random_stored_weights(config, seed, dtype, device)
     token_map = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
-    if ops.reads_fp4_experts(dtype, device):
+    if ops.reads_fp4_experts(dtype, device) or torch.device(device).type in ops.moe_experts_fp4.backends:
         return DeepseekV41(config, weights, token_map, stored_experts=experts)
     for name in list(experts):
         weights[name] = experts.pop(name).dequantize(dtype)

@@ -63,6 +63,7 @@ def test_both_forms_of_the_experts_give_the_same_model(monkeypatch: pytest.Monke
     answers = []
     for reads_fp4 in (True, False):
         monkeypatch.setattr(ops, "reads_fp4_experts", lambda dtype, device, answer=reads_fp4: answer)
+        monkeypatch.setattr(ops.moe_experts_fp4, "backends", {})
         model = benchmark_model("", "cpu", "v41-small", 4)
         engine = benchmark_engine(model, EngineConfig(max_num_seqs=3, max_model_len=64))
         add_requests(engine, 3, 20, 8)
