@@ -13,7 +13,7 @@ from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.state_slots import NULL_SLOT
 from deepinfer.engine.step_buffers import StepShape, first_rows, upload_packed
-from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.inputs import HostLengths, ModelInputs
 
 PENDING = -1  # stands for a token that the host does not know yet
 
@@ -49,7 +49,9 @@ def _prefill_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
         *([] if keep_from is None else [keep_from]),
     ]
     tensors = upload_packed(arrays, torch.device(config.device))
-    return ModelInputs(True, *tensors, drop_rows=config.yoco_prefill_truncation_mode == "compact")
+    kept = counts if keep_from is None else np.clip(starts + counts - keep_from, 0, counts)
+    lengths = HostLengths(starts, counts, kept)
+    return ModelInputs(True, *tensors, lengths=lengths, drop_rows=config.yoco_prefill_truncation_mode == "compact")
 
 
 def _decode_inputs(

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostLengths:
+    """What the host knows of a prefill step, so that no shape has to be asked of the device. int64 [S] each."""
+
+    start: np.ndarray  # tokens of a sequence that were in the cache before the step
+    count: np.ndarray  # its tokens in the step
+    kept: np.ndarray  # the last ones of these, that run the decoder layers
 
 
 @dataclass(slots=True)
@@ -22,6 +32,7 @@ class ModelInputs:
         logits_rows: int64 [R], rows of the flattened tokens whose logits are wanted.
         keep_from: int32 [S], position from which a sequence's rows run the decoder layers (YoCo truncation, see
             models/layers/yoco.py); logits_rows lie at or after it. None: all rows run all layers.
+        lengths: of a prefill step; None: they are read from the device, which costs a wait.
         drop_rows: whether the rows before keep_from leave the step (compact), or stay and are hidden (mask).
     """
 
@@ -34,4 +45,5 @@ class ModelInputs:
     state_slots: Tensor
     logits_rows: Tensor
     keep_from: Tensor | None = None
+    lengths: HostLengths | None = None
     drop_rows: bool = False

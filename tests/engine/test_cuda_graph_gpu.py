@@ -104,6 +104,30 @@ def test_the_engine_gives_the_same_tokens_with_and_without_graphs(overlap: bool)
     assert preemptions > 0
 
 
+@pytest.mark.parametrize("mode", ["off", "mask", "compact"])
+def test_no_step_waits_for_the_device(mode: str) -> None:
+    """Prefill, with and without truncation, and decoding outside a graph: PyTorch reports every wait as an error."""
+    runner = nano(max_num_seqs=4, cuda_graphs=False, yoco_prefill_truncation_mode=mode, yoco_prefill_keep_tokens=200)
+    engine = Engine(runner, runner.config, runner.eos_token_ids)
+    for round_number in range(2):  # the first compiles kernels
+        for number, length in enumerate((5, 300, 900)):
+            prompt = [3 + (7 * i) % 5000 for i in range(length)]
+            engine.add_request(f"{round_number}-{number}", prompt, SamplingParams(temperature=0.0, max_tokens=8))
+        run = runner.run
+
+        def watched(inputs: ModelInputs, run: object = run) -> torch.Tensor:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return run(inputs)  # type: ignore[operator]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        runner.run = watched if round_number else run  # type: ignore[method-assign]
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert output.error is None, output.error
+
+
 def test_parts_of_a_decode_step_are_timed_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPINFER_TIMERS", "1")
     runner = nano(max_num_seqs=4, cuda_graphs=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepinfer.config.model import engram_primes
 from deepinfer.engine.step_buffers import StepBuffers, StepShape, first_rows, pad_inputs
-from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.inputs import HostLengths, ModelInputs
 from deepinfer.models.layers.decode_step import decode_metadata
 from deepinfer.models.layers.rope import rope_frequencies
 from deepinfer.models.layers.step import Rotation, StepMetadata
+from deepinfer.models.layers.yoco import decoder_half
 from tests.configs import tiny_config
 from tests.models.test_deepseek_v41 import BLOCK_SIZE, Driver, make_model
 
@@ -107,8 +109,53 @@ def test_no_shape_depends_on_values(rows: int) -> None:
         fake = replace(inputs, **{name: mode.from_tensor(tensor) for name, tensor in tensors.items()})
         step = decode_metadata(fake, config, model.frequencies, BLOCK_SIZE, torch.float32)
         assert step.window.slots.shape == (rows, config.sliding_window)
-        with pytest.raises(Exception, match="(?i)data.dependent|repeat_interleave"):
-            StepMetadata.build(replace(fake, is_prefill=True), config, model.frequencies, BLOCK_SIZE, torch.float32)
+
+
+def test_a_prefill_step_with_the_hosts_lengths_asks_the_device_nothing() -> None:
+    config, _, model = make_model(torch.float32)
+    starts, counts, keep = np.array([0, 7, 30]), np.array([9, 1, 20]), np.array([4, 10, 33])
+    inputs = ModelInputs(
+        True,
+        torch.zeros(30, dtype=torch.int64),
+        torch.from_numpy(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])),
+        torch.from_numpy(np.array([0, *counts.cumsum()], np.int32)),
+        torch.from_numpy((starts + counts).astype(np.int32)),
+        torch.arange(1, 22, dtype=torch.int32).view(3, 7),
+        torch.tensor([3, 1, 2], dtype=torch.int32),
+        torch.tensor([29]),
+        keep_from=torch.from_numpy(keep.astype(np.int32)),
+        drop_rows=True,
+    )
+    lengths = HostLengths(starts, counts, np.array([5, 0, 17]))
+    arguments = (config, model.frequencies, BLOCK_SIZE, torch.float32)
+    read = StepMetadata.build(inputs, *arguments)
+    told = StepMetadata.build(replace(inputs, lengths=lengths), *arguments)
+    same_everywhere(told, read)
+    same_everywhere(decoder_half(told, config), decoder_half(read, config))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        tensors = {f.name: v for f in fields(inputs) if isinstance(v := getattr(inputs, f.name), torch.Tensor)}
+        fake = replace(inputs, **{name: mode.from_tensor(tensor) for name, tensor in tensors.items()})
+        decoder_half(StepMetadata.build(replace(fake, lengths=lengths), *arguments), config)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            StepMetadata.build(fake, *arguments)
+
+
+def same_everywhere(got: object, expected: object) -> None:
+    """The same tensors in the whole tree of dataclasses and dictionaries."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(got, torch.Tensor) and torch.equal(got, expected)
+    elif isinstance(expected, dict):
+        for key in expected:
+            same_everywhere(got[key], expected[key])  # type: ignore[index]
+    elif isinstance(expected, HostLengths):
+        for field in fields(expected):
+            assert np.array_equal(getattr(got, field.name), getattr(expected, field.name))
+    elif is_dataclass(expected):
+        for field in fields(expected):
+            if field.name != "lengths" or getattr(expected, field.name) is not None:
+                same_everywhere(getattr(got, field.name), getattr(expected, field.name))
+    else:
+        assert got == expected
 
 
 def padded_copy(inputs: ModelInputs, shape: StepShape) -> ModelInputs:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
-from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.inputs import HostLengths, ModelInputs
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def entry_slots(positions: Tensor, block_tables: Tensor, sequence_of_row: Tensor
 
 @dataclass(frozen=True)
 class Geometry:
-    """Rows and sequences of a step, all int64."""
+    """Rows and sequences of a step, all int64. Sizes of a prefill step come from the host's `lengths`."""
 
     positions: Tensor  # [N]
     owner: Tensor  # [N] sequence of each row
@@ -126,24 +127,40 @@ class Geometry:
     start: Tensor  # [S]
     context: Tensor  # [S]
     state_slots: Tensor  # [S]
+    lengths: HostLengths | None  # None in a decode step
 
     @classmethod
     def of(cls, inputs: ModelInputs) -> Geometry:
         query_start, context = inputs.query_start.long(), inputs.context_lens.long()
-        lengths = query_start.diff()
-        owner = torch.arange(len(lengths), device=lengths.device)
+        counts = query_start.diff()
+        start = context - counts
+        owner, lengths = torch.arange(len(counts), device=counts.device), None
         if inputs.is_prefill:
-            owner = torch.repeat_interleave(owner, lengths)
-        return cls(inputs.positions, owner, query_start, context - lengths, context, inputs.state_slots.long())
+            owner = torch.repeat_interleave(owner, counts, output_size=len(inputs.positions))
+            lengths = inputs.lengths or _read_lengths(inputs, start, counts)
+        return cls(inputs.positions, owner, query_start, start, context, inputs.state_slots.long(), lengths)
 
     def row_of(self, sequence: Tensor, position: Tensor) -> Tensor:
         """Row of a position that belongs to this step (position >= start of its sequence)."""
         return self.query_start[sequence] + position - self.start[sequence]
 
+    def last_rows(self, counts: Tensor, total: int) -> Tensor:
+        """Rows of the last counts[s] tokens of each sequence, ascending; `total` of them."""
+        sequence, offset = expand(counts, total)
+        return (self.query_start[1:] - counts)[sequence] + offset
 
-def expand(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequence and running index of sum(counts) items, counts[s] of sequence s."""
-    owner = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+def _read_lengths(inputs: ModelInputs, start: Tensor, counts: Tensor) -> HostLengths:
+    """The lengths from the device. Waits for it."""
+    keep_from = start if inputs.keep_from is None else inputs.keep_from.long()
+    kept = (start + counts - torch.maximum(keep_from, start)).clamp_min(0)
+    return HostLengths(*torch.stack((start, counts, kept)).cpu().numpy())
+
+
+def expand(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Sequence and running index of `total` = sum(counts) items, counts[s] of sequence s."""
+    owner = torch.arange(len(counts), device=counts.device)
+    owner = torch.repeat_interleave(owner, counts, output_size=total)
     offset = torch.arange(len(owner), device=counts.device) - (counts.cumsum(0) - counts)[owner]
     return owner, offset
 
@@ -158,8 +175,9 @@ def window_plan(g: Geometry, window: int, ring: int, is_prefill: bool, oldest: T
     if not is_prefill:
         slots = torch.where(wanted >= 0, ring_base.unsqueeze(1) + wanted % ring, -1)
         return WindowPlan(True, slots.to(torch.int32), None, None, ring_base + g.positions % ring)
+    assert g.lengths is not None
     num_previous = g.start.clamp_max(window - 1)
-    sequence, offset = expand(num_previous)
+    sequence, offset = expand(num_previous, int(np.minimum(g.lengths.start, window - 1).sum()))
     previous_positions = (g.start - num_previous)[sequence] + offset
     previous_slots = (g.state_slots * ring)[sequence] + previous_positions % ring
     first_previous = num_previous.cumsum(0) - num_previous
@@ -168,7 +186,8 @@ def window_plan(g: Geometry, window: int, ring: int, is_prefill: bool, oldest: T
     from_previous = (first_previous + num_previous)[g.owner].unsqueeze(1) + wanted - start
     slots = torch.where(wanted >= start, from_new, from_previous)
     slots = torch.where(wanted >= (0 if oldest is None else oldest.unsqueeze(1)), slots, -1)
-    stored_rows = torch.where(g.positions >= g.context[g.owner] - ring)[0]
+    counts, num_stored = g.context - g.start, int(np.minimum(g.lengths.count, ring).sum())
+    stored_rows = g.last_rows(counts.clamp_max(ring), num_stored)
     stored_slots = ring_base[stored_rows] + g.positions[stored_rows] % ring
     return WindowPlan(False, slots.to(torch.int32), previous_slots, stored_rows, stored_slots)
 
@@ -176,9 +195,11 @@ def window_plan(g: Geometry, window: int, ring: int, is_prefill: bool, oldest: T
 def _compression_plan(
     g: Geometry, ratio: int, block_size: int, block_tables: Tensor, frequencies: Tensor, dtype: torch.dtype
 ) -> CompressionPlan:
+    assert g.lengths is not None
     num_rows = len(g.positions)
+    start, context = g.lengths.start, g.lengths.start + g.lengths.count
     first_group = g.start // ratio
-    sequence, offset = expand(g.context // ratio - first_group)
+    sequence, offset = expand(g.context // ratio - first_group, int((context // ratio - start // ratio).sum()))
     group = first_group[sequence] + offset
     position = group.unsqueeze(1) * ratio + torch.arange(ratio, device=group.device)  # [groups, ratio]
     column = sequence.unsqueeze(1)
@@ -187,7 +208,8 @@ def _compression_plan(
     entries = block_size // ratio
     group_slots = block_tables[sequence, group // entries].long() * entries + group % entries
     open_from = torch.maximum(g.start, g.context // ratio * ratio)
-    pending_rows = torch.where(g.positions >= open_from[g.owner])[0]
+    num_pending = int((context - np.maximum(start, context // ratio * ratio)).sum())
+    pending_rows = g.last_rows(g.context - open_from, num_pending)
     return CompressionPlan(
         visible=((g.positions + 1) // ratio).to(torch.int32),
         members=members,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,14 +78,18 @@ def _group_plan(
     num_rows, entries = len(g.positions), block_size // ratio
     if inputs.is_prefill:
         first_group = g.start // ratio
-        sequence, offset = expand(g.context // ratio - first_group)
+        assert g.lengths is not None
+        start, context = g.lengths.start, g.lengths.start + g.lengths.count
+        sequence, offset = expand(g.context // ratio - first_group, int((context // ratio - start // ratio).sum()))
         group = first_group[sequence] + offset
         is_complete = torch.ones_like(group, dtype=torch.bool)
-        kept_rows = torch.where(g.positions >= g.context[g.owner] - span)[0]
+        kept_rows = g.last_rows((g.context - g.start).clamp_max(span), int(np.minimum(g.lengths.count, span).sum()))
+        most_visible = int(context.max()) // ratio
     else:
         sequence, group = g.owner, g.positions // ratio
         is_complete = g.positions % ratio == ratio - 1
         kept_rows = g.owner
+        most_visible = inputs.block_tables.shape[1] * entries
     member = torch.arange(span, device=group.device)
     position = group.unsqueeze(1) * ratio + member - (span - ratio)  # [groups, span]
     column = sequence.unsqueeze(1)
@@ -96,8 +101,7 @@ def _group_plan(
     visible = (g.positions + 1) // ratio
     visible_slots = None
     if plan.kind is AttentionKind.HEAVY:
-        most = int(visible.max()) if inputs.is_prefill else inputs.block_tables.shape[1] * entries
-        every = torch.arange(most, device=group.device)
+        every = torch.arange(most_visible, device=group.device)
         every = torch.where(every < visible.unsqueeze(1), every, -1)
         visible_slots = entry_slots(every, inputs.block_tables, g.owner, entries)
     return GroupPlan(

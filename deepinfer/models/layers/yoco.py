@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
-from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.inputs import HostLengths, ModelInputs
 from deepinfer.models.layers.step import Geometry, Rotation, StepMetadata, window_plan
 
 
@@ -28,13 +28,16 @@ class DecoderHalf:
 
 def decoder_half(step: StepMetadata, config: ModelConfig) -> DecoderHalf:
     """The decoder layers' part of a prefill step whose inputs have `keep_from`: rows at or after it, or all (mask)."""
-    inputs = step.inputs
-    assert inputs.keep_from is not None
-    keep_from = inputs.keep_from.long()[step.sequence_of_row.long()]
-    is_kept = inputs.positions >= keep_from
-    rows = torch.where(is_kept | (not inputs.drop_rows))[0]
-    oldest = torch.where(is_kept, keep_from, 0)[rows]
-    narrowed = narrow_inputs(inputs, rows)
+    inputs, geometry = step.inputs, Geometry.of(step.inputs)
+    assert inputs.keep_from is not None and geometry.lengths is not None
+    keep_from = inputs.keep_from.long()
+    rows = torch.arange(len(inputs.positions), device=inputs.positions.device)
+    if inputs.drop_rows:
+        num_kept = (geometry.context - torch.maximum(keep_from, geometry.start)).clamp_min(0)
+        rows = geometry.last_rows(num_kept, int(geometry.lengths.kept.sum()))
+    keep_from = keep_from[step.sequence_of_row.long()[rows]]
+    oldest = torch.where(inputs.positions[rows] >= keep_from, keep_from, 0)
+    narrowed = narrow_inputs(inputs, rows, geometry.lengths)
     decoder = replace(
         step,
         inputs=narrowed,
@@ -46,7 +49,7 @@ def decoder_half(step: StepMetadata, config: ModelConfig) -> DecoderHalf:
     return DecoderHalf(rows, decoder)
 
 
-def narrow_inputs(inputs: ModelInputs, rows: Tensor) -> ModelInputs:
+def narrow_inputs(inputs: ModelInputs, rows: Tensor, lengths: HostLengths) -> ModelInputs:
     """The same step with only some of its rows (int64 [M], ascending; a sequence keeps its last ones, or none)."""
     return replace(
         inputs,
@@ -54,4 +57,10 @@ def narrow_inputs(inputs: ModelInputs, rows: Tensor) -> ModelInputs:
         positions=inputs.positions[rows],
         query_start=torch.searchsorted(rows, inputs.query_start.long()).to(torch.int32),
         logits_rows=torch.searchsorted(rows, inputs.logits_rows),
+        lengths=kept_lengths(lengths) if inputs.drop_rows else lengths,
     )
+
+
+def kept_lengths(lengths: HostLengths) -> HostLengths:
+    """Lengths of the step that only the kept rows are in."""
+    return HostLengths(lengths.start + lengths.count - lengths.kept, lengths.kept, lengths.kept)
