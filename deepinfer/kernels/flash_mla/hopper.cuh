@@ -32,11 +32,6 @@ DEVICE void barrier_arrive_on_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// One arrival, and `bytes` of bulk copies to wait for beside it.
-DEVICE void barrier_arrive_and_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 // ------------------------------------------------------------------ named barriers between warpgroups
 
 DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -58,17 +53,6 @@ DEVICE void fence_to_matrix_units() { asm volatile("fence.proxy.async.shared::ct
 DEVICE void copy_16(u32 target, const void* source, bool valid) {
     asm volatile("cp.async.cg.shared.global" COPY_HINT " [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
                  : "memory");
-}
-// A box of a tensor of three dimensions, by one thread; its bytes are counted at `barrier`.
-struct __align__(64) TensorMap {
-    u8 bytes[128];
-};
-DEVICE void copy_box(u32 target, const TensorMap& map, int x, int y, int z, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-            target),
-        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
-        : "memory");
 }
 DEVICE void store_shared(u32 target, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -114,6 +98,10 @@ DEVICE void wgmma_wait() {
 // A matrix in tiles of 64 columns: [8 rows of 128 bytes, swizzled] every 1024 bytes. Upper word of its descriptor; the
 // lower one is `tile_word(address, stride)`, to which offsets in 16 bytes may be added.
 #define DESCRIPTOR_UPPER ((u64)(1024 >> 4) << 32 | 1ull << 62)
+
+DEVICE u64 matrix_descriptor(u32 address, u32 tile_stride) {
+    return DESCRIPTOR_UPPER | (address & 0x3FFFF) >> 4 | (tile_stride >> 4) << 16;
+}
 
 // `stride` is the distance of two tiles along the columns; only an operand whose columns are not the summed dimension
 // uses it. The word is hidden from the compiler, which would keep the descriptors of a whole loop in registers.

@@ -21,6 +21,23 @@ struct Angles {
     const float *cos, *sin;
 };
 
+// A box of a tensor of three dimensions, by one thread; its bytes are counted at `barrier`.
+struct __align__(64) TensorMap {
+    u8 bytes[128];
+};
+DEVICE void copy_box(u32 target, const TensorMap& map, int x, int y, int z, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            target),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        : "memory");
+}
+
+// One arrival, and `bytes` of bulk copies to wait for beside it.
+DEVICE void barrier_arrive_and_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 #define QUERY_ARRIVALS (QUERY_IS_CHANGED ? 128 : 1)
 
 // As it is: 8 sub-tiles of [64 heads x 64 values], swizzled like the keys, by the copy engine.
