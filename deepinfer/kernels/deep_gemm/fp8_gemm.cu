@@ -147,8 +147,8 @@ DEVICE void multiply_tiles(const Params& p, u32 shared, u32 full, u32 empty, int
     const int lane = threadIdx.x % 32, c = lane % 4;
     const int group_row = SPLIT_N ? 0 : group * 64, group_column = SPLIT_N ? group * PRODUCT_N : 0;
     const int thread_row = group_row + warp * 16 + lane / 4;
-    const u64 a_base = matrix_descriptor(shared + group_row * BLOCK_K, 16);
-    const u64 b_base = matrix_descriptor(shared + A_BYTES + group_column * BLOCK_K, 16);
+    const u64 a_base = matrix_descriptor(shared + group_row * BLOCK_K);
+    const u64 b_base = matrix_descriptor(shared + A_BYTES + group_column * BLOCK_K);
     for (int index = first; index < m_tiles * n_tiles; index += step) {
         int m, n;
         tile_of(index, m_tiles, n_tiles, m, n);

@@ -3,7 +3,7 @@
 // row 16 warp + lane / 4 + 8 (i / 2) and column 8 j + 2 (lane % 4) + i % 2.
 #pragma once
 
-#include "../flash_mla/hopper.cuh"
+#include "hopper.cuh"
 
 DEVICE void multiply(float (&d)[8], u64 a, u64 b, int accumulate) {
     asm volatile(

@@ -1,7 +1,7 @@
 // The bulk copy engine and what clusters of two blocks need around it.
 #pragma once
 
-#include "../flash_mla/hopper.cuh"
+#include "hopper.cuh"
 
 struct alignas(64) TensorMap {
     u64 words[16];
@@ -29,19 +29,13 @@ DEVICE void load_box_to_both(u32 target, const TensorMap* map, int column, int r
         : "memory");
 }
 
-DEVICE void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-// Arrives at the barrier at this address in block `rank` of the cluster.
-DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
+// `bytes` of contiguous memory, both ends multiples of 16.
+DEVICE void load_bytes(u32 target, const void* source, u32 bytes, u32 barrier) {
     asm volatile(
-        "{\n.reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-        "r"(rank)
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier)
         : "memory");
 }
-DEVICE void barrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 DEVICE u32 cluster_rank() {
     u32 rank;
@@ -50,13 +44,4 @@ DEVICE u32 cluster_rank() {
 }
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-template <int REGISTERS>
-DEVICE void fewer_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-DEVICE void more_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }

@@ -1,0 +1,59 @@
+// MXFP4 weights on their way from memory to the tensor cores: codes of four bits become E4M3 in registers, exactly.
+//
+// The layout is made by fp4_weights.py. A tile is 256 rows x 128 columns: for each 64 rows, warp and half (rows lane / 4 and
+// 8 further) 16 bytes a lane, a word for 32 columns; then for each row four bytes, one for 32 columns. A word's low half holds
+// the magnitudes of columns 4 c + 0..3 and its high half those of 16 + 4 c + 0..3 (c = lane % 4), three bits in a nibble; the
+// nibbles' top bits are the signs, where they have to be shifted least. A scale is 2^(t - 5) times the row's own.
+#pragma once
+
+#include "hopper.cuh"
+
+#define TILE_ROWS 256
+#define TILE_CODES (TILE_ROWS * 64)
+#define TILE_BYTES (TILE_CODES + TILE_ROWS * 4)
+
+// E4M3 of {0, 0.5, 1, 1.5} and {2, 3, 4, 6} times 2^(-6 - i), where they are subnormal; rounded from 2^-9 on.
+__constant__ uint2 small_magnitudes[8] = {{0x0C080400, 0x1C181410}, {0x06040200, 0x14100C08}, {0x03020100, 0x0C080604},
+                                          {0x02010000, 0x06040302}, {0x01000000, 0x03020201}, {0x00000000, 0x02010100},
+                                          {0x00000000, 0x01000000}, {0x00000000, 0x00000000}};
+
+struct Codes {
+    u32 words[2][4];  // of the two rows, 32 columns each
+    u32 scales[2];
+};
+
+DEVICE Codes load_codes(u32 tile, int rows_64, int warp, int lane) {
+    Codes codes;
+    u32 at = tile + rows_64 * 4096 + warp * 1024 + lane * 16;
+    u32 scales = tile + TILE_CODES + (rows_64 * 64 + warp * 16 + lane / 4) * 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(codes.words[half][0]), "=r"(codes.words[half][1]), "=r"(codes.words[half][2]),
+                       "=r"(codes.words[half][3])
+                     : "r"(at + half * 512)
+                     : "memory");
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(codes.scales[half]) : "r"(scales + half * 32) : "memory");
+    }
+    return codes;
+}
+
+DEVICE void widen_word(u32 word, uint2 magnitudes, u32& low, u32& high) {
+    low = permute(magnitudes.x, magnitudes.y, word & 0x7777u) | (word & 0x80808080u);
+    high = permute(magnitudes.x, magnitudes.y, word >> 16 & 0x7777u) | (word << 4 & 0x80808080u);
+}
+
+// Operands of four products of 32 columns.
+DEVICE void widen(const Codes& codes, u32 (&a)[4][4]) {
+    const bool any_small = __any_sync(~0u, (codes.scales[0] | codes.scales[1]) & 0x80808080u);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            u32 t = codes.scales[half] >> 8 * s & 0xFF;
+            uint2 magnitudes = make_uint2(0x14100800u + t * 0x08080800u, 0x24201C18u + t * 0x08080808u);
+            if (any_small && (t & 0x80)) magnitudes = small_magnitudes[t & 7];
+            widen_word(codes.words[half][s], magnitudes, a[s][half], a[s][2 + half]);
+        }
+    }
+}
