@@ -11,15 +11,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from deepinfer.checkpoint_tokenizer import load_tokenizer
 from deepinfer.config.engine import EngineConfig
-from deepinfer.config.model_v4 import ModelConfigV4
-from deepinfer.config.reading import control_ids, read_model_config
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import load_engine, resolve_model
 from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import Detokenizer, StopStrings, Tokenizer
-from deepinfer.recipe.conversation import ModelVersion
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -120,15 +118,6 @@ class LLM:
             return [self.tokenizer.control_id("bos"), *self.tokenizer.encode_text(prompt)]
         except ValueError as error:
             raise ValueError(f"prompts: {error}") from None
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of the checkpoint folder at `path`. Raises ValueError if it is bad or contradicts config.json."""
-    config = read_model_config(path)
-    version: ModelVersion = "v4" if isinstance(config, ModelConfigV4) else "v4.1"
-    tokenizer = Tokenizer.from_file(path / "tokenizer.json", version)
-    tokenizer.check_model(config.vocab_size, control_ids(config))
-    return tokenizer
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -25,9 +25,10 @@ ALLOWED = {
     "observability": SHARED,
     "engine": HOST,
     "recipe": set(),
-    "llm": HOST | {"recipe"},
+    "checkpoint_tokenizer": {"config", "recipe"},
+    "llm": HOST | {"recipe", "checkpoint_tokenizer"},
     "train": SHARED | {"models", "kernels", "recipe", "llm", "params", "bench"},  # answers questions, records results
-    "server": HOST | {"recipe", "llm"},
+    "server": HOST | {"recipe", "checkpoint_tokenizer"},
     "bench": HOST | {"recipe", "llm", "server"},
     "commands": HOST | {"recipe", "llm", "train", "server", "bench"},
     "cli": {"commands", "envs"},

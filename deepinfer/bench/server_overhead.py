@@ -66,11 +66,34 @@ def serving(model: str, num_streams: int, *options: str) -> Iterator[ServerProce
             raise RuntimeError("the server did not start")
         # It says where it will listen a moment before it does.
         with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as client:
-            client.get(f"http://127.0.0.1:{match[1]}/ready", timeout=60)
+            while client.get(f"http://127.0.0.1:{match[1]}/ready", timeout=60).status_code != 200:
+                if process.poll() is not None:
+                    raise RuntimeError("the server did not start")
+                time.sleep(0.1)
         yield ServerProcess(process.pid, int(match[1]))
     finally:
         process.terminate()
         process.wait()
+
+
+class Reading(asyncio.Protocol):
+    """One answer: when its pieces arrived, and its end."""
+
+    def __init__(self, request: bytes) -> None:
+        self.request = request
+        self.arrivals: list[float] = []
+        self.tail = b""
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.write(self.request)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        self.arrivals.append(time.monotonic())
+        self.tail = (self.tail + data)[-4096:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
 
 
 async def stream(port: int, body: dict) -> tuple[int, list[float]]:
@@ -78,24 +101,26 @@ async def stream(port: int, body: dict) -> tuple[int, list[float]]:
 
     Reads the socket itself: an HTTP client would cost more than the server that is measured.
     """
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     payload = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Connection: close\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload)
-    arrivals: list[float] = []
-    tail = b""
-    while data := await reader.read(1 << 16):
-        arrivals.append(time.monotonic())
-        tail = (tail + data)[-4096:]
-    writer.close()
-    usage = re.findall(rb'"completion_tokens":(\d+)', tail)
-    if not usage or b"[DONE]" not in tail:
-        raise RuntimeError(f"a stream ended early: {tail[-300:]!r}")
-    return int(usage[-1]), arrivals
+    request = f"{head}Connection: close\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload
+    _, reading = await asyncio.get_running_loop().create_connection(lambda: Reading(request), "127.0.0.1", port)
+    await reading.ended
+    usage = re.findall(rb'"completion_tokens":(\d+)', reading.tail)
+    if not usage or b"[DONE]" not in reading.tail:
+        raise RuntimeError(f"a stream ended early: {reading.tail[-300:]!r}")
+    return int(usage[-1]), reading.arrivals
 
 
-async def all_streams(port: int, bodies: list[dict]) -> list[tuple[int, list[float]]]:
-    return list(await asyncio.gather(*(stream(port, body) for body in bodies)))
+def all_streams(port: int, bodies: list[dict]) -> list[tuple[int, list[float]]]:
+    async def run() -> list[tuple[int, list[float]]]:
+        return list(await asyncio.gather(*(stream(port, body) for body in bodies)))
+
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return asyncio.run(run())
+    return uvloop.run(run())
 
 
 def run_offline(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[float]:
@@ -133,7 +158,7 @@ def measure(model: str, num_streams: int, num_tokens: int, rounds: int, command:
         url = f"http://127.0.0.1:{server.port}/v1/chat/completions/render"
         prompts = [httpx.post(url, json=body, timeout=60).json()["token_ids"] for body in bodies]
         run_offline(engine, prompts, [SamplingParams(max_tokens=4, ignore_eos=True)] * num_streams)
-        asyncio.run(all_streams(server.port, [body | {"max_tokens": 4} for body in bodies]))
+        all_streams(server.port, [body | {"max_tokens": 4} for body in bodies])
         for number in range(rounds):
             # The order alternates, so that a machine that gets slower or faster favours neither.
             for kind in ("offline", "server") if number % 2 == 0 else ("server", "offline"):
@@ -142,7 +167,7 @@ def measure(model: str, num_streams: int, num_tokens: int, rounds: int, command:
                     offline_ms.append(1e3 * statistics.median(run_offline(engine, prompts, params)))
                     offline_total, offline_cpu = time.monotonic() - start, time.process_time() - own_cpu
                 else:
-                    answers = asyncio.run(all_streams(server.port, bodies))
+                    answers = all_streams(server.port, bodies)
                     server_total = time.monotonic() - start
                     server_ms.append(1e3 * statistics.median(gap for _, times in answers for gap in gaps(times)))
                     server_after, engine_after = server.cpu_seconds()

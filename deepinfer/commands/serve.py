@@ -11,6 +11,7 @@ import typer
 
 from deepinfer.commands import options
 from deepinfer.commands.units import parse_bytes
+from deepinfer.observability.log_format import FORMATS
 
 
 def register(app: typer.Typer) -> None:
@@ -84,6 +85,20 @@ def serve(
     model: options.Model = "nano",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    uds: Annotated[
+        str | None, typer.Option(help="Unix socket to listen on, in place of host and port.")
+    ] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(help="Certificate, PEM: serve https.")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="Its key, PEM; default: in the certificate's file.")] = None,
+    ssl_keyfile_password: Annotated[
+        str | None, typer.Option(envvar="DEEPINFER_SSL_KEYFILE_PASSWORD", help="Password of the key.")
+    ] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="Certificates, PEM, that a client's own must be signed by; see --ssl-cert-reqs.")
+    ] = None,
+    ssl_cert_reqs: Annotated[
+        int, typer.Option(min=0, max=2, help="Client certificates: 0 not asked for, 1 optional, 2 required.")
+    ] = 0,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients use; default: the model's.")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="DEEPINFER_API_KEY", help="Key that clients must send; may be repeated.")
@@ -126,7 +141,13 @@ def serve(
         int | None,
         typer.Option(min=0, max=65535, envvar="DEEPINFER_PROFILER_PORT", help="Port for profiler traces, loopback."),
     ] = None,
-    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    log_level: Annotated[
+        str, typer.Option("--log-level", "--uvicorn-log-level", help="critical, error, warning, info or debug.")
+    ] = "info",
+    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
+    enable_log_requests: Annotated[
+        bool, typer.Option("--enable-log-requests", help="Also log what clients write: their prompts.")
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(callback=load_config, is_eager=True, exists=True, dir_okay=False, help="YAML, JSON or TOML file."),
@@ -140,8 +161,13 @@ def serve(
     always_on: Annotated[
         bool,
         typer.Option(
-            "--enable-auto-tool-choice", "--enable-request-id-headers", "--enable-prompt-tokens-details",
-            "--enable-metrics", "--enable-cache-report", "--enable-server-load-tracking", hidden=True,
+            "--enable-auto-tool-choice",
+            "--enable-request-id-headers",
+            "--enable-prompt-tokens-details",
+            "--enable-metrics",
+            "--enable-cache-report",
+            "--enable-server-load-tracking",
+            hidden=True,
             help="What other servers must be told and this one always does.",
         ),
     ] = False,  # fmt: skip
@@ -159,6 +185,8 @@ def serve(
     levels = ("critical", "error", "warning", "info", "debug")
     if log_level not in levels:
         raise ValueError(f"--log-level must be one of {', '.join(levels)}, got {log_level!r}")
+    if log_format not in FORMATS:
+        raise ValueError(f"--log-format must be one of {', '.join(FORMATS)}, got {log_format!r}")
     if not all(key.strip() for key in api_key or ()):
         raise ValueError("--api-key must not be empty")
     if model_tag is not None and model not in ("nano", model_tag):
@@ -179,12 +207,14 @@ def serve(
     if profiler_port is not None:
         os.environ["DEEPINFER_PROFILER_PORT"] = str(profiler_port)
     from deepinfer.server.launch import run_server
+    from deepinfer.server.listening import Listening
 
     run_server(
         model_tag or model,
         engine_config,
-        host=host,
-        port=port,
+        listening=Listening(
+            host, port, uds, ssl_certfile, ssl_keyfile, ssl_keyfile_password, ssl_ca_certs, ssl_cert_reqs
+        ),
         served_model_name=served_model_name,
         api_keys=tuple(api_key or ()),
         allowed_origins=tuple(origin for value in allowed_origin or () for origin in origins(value)),
@@ -192,6 +222,8 @@ def serve(
         response_ttl=response_ttl,
         shutdown_timeout=shutdown_timeout,
         log_level=log_level,
+        log_format=log_format,
+        log_requests=enable_log_requests,
         web=web,
         in_process=in_process,
         max_queue=max_queue,

@@ -85,16 +85,19 @@ class RemoteStatistics:
 
 
 class EngineClient:
-    """Starts the engine process and waits until it has loaded the model. Use `close` when done.
+    """Starts the engine process and waits until it has loaded the model, or with `wait` False does not wait.
+
+    Then the limits are 0 until the state is "ready"; if it becomes "dead" instead, `start_error` says why. Use `close`
+    when done.
 
     All methods but `close` belong to one event loop: that of the first call of `attach` or `generate`.
 
     Args:
         model: "nano" or a checkpoint folder.
         config: of the engine.
-        log_level: of the process, which logs to standard error.
+        log_level, log_format ("text" or "json"): of the process, which logs to standard error.
 
-    Raises:
+    Raises (with `wait`):
         ValueError, OSError: the model or the configuration is bad; the same error as load_engine's.
         EngineStoppedError: the process died while it loaded.
     """
@@ -103,8 +106,15 @@ class EngineClient:
     _process: subprocess.Popen[bytes]
     _connection: Connection[EngineMessage]
 
-    def __init__(self, model: str, config: EngineConfig | None = None, log_level: str = "warning"):
-        self._start = Start(str(model), asdict(config or EngineConfig()), log_level)
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig | None = None,
+        log_level: str = "warning",
+        wait: bool = True,
+        log_format: str = "text",
+    ):
+        self._start = Start(str(model), asdict(config or EngineConfig()), log_level, log_format)
         self._silence = envs.get("DEEPINFER_ENGINE_TIMEOUT")
         self._requests: dict[int, _Request] = {}
         self._numbers: dict[str, int] = {}  # of the requests in progress
@@ -119,7 +129,13 @@ class EngineClient:
         self.statistics = RemoteStatistics()
         self.vocab_size = self.max_model_len = 0
         self._stats = EngineStats(0, 0, 1, 1, 0, 0, 0)
+        self.start_error: Exception | None = None
+        self._was_ready = False
         self._spawn()
+        if wait:
+            self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
         try:
             while self.state == "starting":
                 select.select([self._connection.sock], [], [])
@@ -127,15 +143,22 @@ class EngineClient:
                     self._handle(message)
         except EOFError:
             self.state = "dead"
-            code = self._process.wait()
-            raise EngineStoppedError(f"the engine process {_ending(code)} while it loaded the model") from None
+            self.start_error = _died_loading(self._process.wait())
         except BaseException:
             self._kill()
             raise
+        if self.start_error is not None:
+            self._kill()
+            raise self.start_error from None
 
     @property
     def is_running(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def reason(self) -> str:
+        """Why requests are not taken, while the state is not "ready"."""
+        return self._reason
 
     @property
     def pid(self) -> int:
@@ -216,12 +239,13 @@ class EngineClient:
         with self._closing:
             if self._closed:
                 return
+            was_ready = self.state == "ready"
             self._closed = True
             self.state = "dead"
             self._reason = "the engine is closed"
             try:
                 self._connection.sock.shutdown(socket.SHUT_WR)
-                self._process.wait(CLOSE_SECONDS)
+                self._process.wait(CLOSE_SECONDS if was_ready else 0)  # one that loads a model does not listen
             except (OSError, subprocess.TimeoutExpired):
                 self._kill()
             if self._loop is None or self._loop.is_closed():
@@ -242,7 +266,8 @@ class EngineClient:
 
     def _spawn(self) -> None:
         self.state = "starting"
-        self._reason = "the engine is starting"
+        if not self._was_ready:
+            self._reason = "the engine is starting: it loads the model"
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "deepinfer.engine.process", str(theirs.fileno())]
         try:
@@ -256,9 +281,10 @@ class EngineClient:
         self._heard = time.monotonic()
         self._send(self._start)
 
-    def _kill(self) -> None:
+    def _kill(self) -> int:
+        """Returns the exit code."""
         self._process.kill()
-        self._process.wait()
+        return self._process.wait()
 
     def _send(self, message: Start | AddRequest | Abort) -> None:
         try:
@@ -311,10 +337,11 @@ class EngineClient:
                 request.deliver(ValueError(message.message))
         elif isinstance(message, Ready):
             self.vocab_size, self.max_model_len = message.vocab_size, message.max_model_len
-            self.state, self._ready_since = "ready", time.monotonic()
-        elif self._loop is None:
-            self._kill()
-            raise _start_error(message)
+            self._stats = message.stats
+            self.state, self._ready_since, self._was_ready = "ready", time.monotonic(), True
+        elif not self._was_ready:  # starting it again would end in the same way
+            self.state, self.start_error = "dead", _start_error(message)
+            self._reason = str(self.start_error)
         else:
             logger.error("the engine could not be restarted: %s", message.message)
 
@@ -359,6 +386,9 @@ class EngineClient:
             if self._restart is not None:
                 self._restart.cancel()
         else:
+            if not self._was_ready:
+                self._fail_to_start()
+                return
             served = self.state == "ready" and time.monotonic() - self._ready_since >= STABLE_SECONDS
             self._deaths = 1 if served else self._deaths + 1
             self.state, self._reason = "starting", "the engine process died; it is being restarted"
@@ -368,6 +398,13 @@ class EngineClient:
         requests, self._requests, self._numbers = self._requests, {}, {}
         for request in requests.values():
             request.deliver(EngineStoppedError(self._reason))
+
+    def _fail_to_start(self) -> None:
+        """The process ended before it was ready, having said why or not."""
+        code = self._kill()
+        if self.start_error is None:
+            self.start_error = _died_loading(code)
+        self.state, self._reason = "dead", str(self.start_error)
 
     async def _restart_after_death(self) -> None:
         process = self._process
@@ -397,6 +434,10 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 def _ending(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _died_loading(code: int) -> EngineStoppedError:
+    return EngineStoppedError(f"the engine process {_ending(code)} while it loaded the model")
 
 
 def _start_error(failed: Failed) -> Exception:

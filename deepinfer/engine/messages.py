@@ -38,6 +38,7 @@ class Start(_Message, tag=1):
     model: str
     config: dict[str, Any]
     log_level: str
+    log_format: str = "text"
 
 
 class AddRequest(_Message, tag=2):
@@ -58,6 +59,7 @@ ServerMessage = Start | AddRequest | Abort
 class Ready(_Message, tag=1):
     vocab_size: int
     max_model_len: int
+    stats: EngineStats
 
 
 class Failed(_Message, tag=2):
@@ -153,19 +155,12 @@ def _logprob_to_wire(item: TokenLogprob) -> tuple[float, list[int], list[float]]
 
 
 def output_from_wire(output: Output, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:
-    return RequestOutput(
-        request_id,
-        prompt_token_ids,
-        [
-            CompletionOutput(
-                item.index, item.token_ids, _logprobs_from_wire(item), item.finish_reason, item.stop_reason
-            )
-            for item in output.completions
-        ],
-        output.finished,
-        RequestMetrics(*output.metrics),
-        output.error,
-    )
+    completions = []
+    for item in output.completions:  # a loop: this runs once a token
+        logprobs = None if item.logprobs is None else _logprobs_from_wire(item)
+        completions.append(CompletionOutput(item.index, item.token_ids, logprobs, item.finish_reason, item.stop_reason))
+    metrics = RequestMetrics(*output.metrics)
+    return RequestOutput(request_id, prompt_token_ids, completions, output.finished, metrics, output.error)
 
 
 def _logprobs_from_wire(completion: Completion) -> list[TokenLogprob] | None:

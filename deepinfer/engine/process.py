@@ -31,6 +31,7 @@ from deepinfer.engine.messages import (
     output_to_wire,
 )
 from deepinfer.engine.output_pool import RequestOutputPool
+from deepinfer.observability.log_format import log_handler
 from deepinfer.outputs import RequestOutput
 from deepinfer.params import SamplingParams
 
@@ -74,7 +75,7 @@ def _load(connection: Connection[ServerMessage]) -> Engine | None:
         messages = connection.receive()
     start = messages[0]
     assert isinstance(start, Start)
-    show_log(start.log_level)
+    show_log(start.log_level, start.log_format)
     try:
         from deepinfer.config.engine import EngineConfig
         from deepinfer.engine.loading import load_engine
@@ -88,19 +89,17 @@ def _load(connection: Connection[ServerMessage]) -> Engine | None:
         logger.exception("the engine could not be loaded")
         connection.send(Failed(type(error).__name__, str(error)))
     else:
-        connection.send(Ready(engine.runner.vocab_size, engine.max_model_len))
+        connection.send(Ready(engine.runner.vocab_size, engine.max_model_len, engine.stats()))
         return engine
     return None
 
 
-def show_log(level: str) -> None:
+def show_log(level: str, log_format: str = "text") -> None:
     """Print the engine's log to standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
     log = logging.getLogger("deepinfer")
     log.setLevel(level.upper())
     if not log.handlers:
-        log.addHandler(handler)
+        log.addHandler(log_handler(log_format))
         log.propagate = False
 
 

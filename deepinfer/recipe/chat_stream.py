@@ -93,7 +93,7 @@ class ChatStream:
     def _after(self, events: list[Event]) -> list[Chunk]:
         if self.done:
             return []
-        chunks = [self._event_chunk(event) for event in events]
+        chunks = [*map(self._event_chunk, events)]
         if self.reader.finish_reason is not None:
             self.done = True
             last = self._chunk(self._text_delta("content", ""), finish_reason=self.reader.finish_reason)

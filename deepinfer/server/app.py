@@ -13,7 +13,7 @@ from deepinfer import __version__
 from deepinfer.engine.client import EngineClient
 from deepinfer.server import chat, completions, control, messages, misc, native, operations, parsers, responses, tokens
 from deepinfer.server.errors import install_handlers
-from deepinfer.server.middleware import OPEN_PATHS, CountRequests, GiveRequestId, RequireKey
+from deepinfer.server.middleware import OPEN_PATHS, CountRequests, GiveRequestId, LogRequests, RequireKey
 from deepinfer.server.state import ServerState
 from deepinfer.server.web import routes as web_page
 
@@ -35,9 +35,6 @@ def create_app(state: ServerState, allowed_origins: tuple[str, ...] = (), web: b
 
     app = FastAPI(title="deepinfer", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.server = state
-    cache = state.engine_config
-    num_blocks = state.text.engine.stats().num_blocks
-    state.metrics.set_cache(cache.get("block_size", 0), num_blocks, cache.get("kv_cache_dtype", "auto"))
     install_handlers(app)
     for module in ROUTERS:
         app.include_router(module.router)
@@ -53,5 +50,6 @@ def create_app(state: ServerState, allowed_origins: tuple[str, ...] = (), web: b
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(LogRequests)
     app.add_middleware(GiveRequestId)
     return app

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -16,6 +17,9 @@ from deepinfer.server.state import server_state
 
 HEAVY_BYTES = 16 * 1024  # a longer body is read, rendered and encoded beside the event loop
 BODY_SECONDS = 60.0  # for a body to arrive
+LOGGED_BYTES = 4096  # of a body, with --enable-log-requests
+
+logger = logging.getLogger("deepinfer.server.requests")
 
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
@@ -31,11 +35,17 @@ async def beside_loop(request: Request, function: Callable[..., Result], *args: 
 async def read_json(request: Request) -> dict[str, Any]:
     """The body as a JSON object, of a size that can be served.
 
-    ApiError 400 for anything else, 408 if it takes longer than BODY_SECONDS, 413 beyond `Limits.max_body_bytes`.
+    ApiError 503 until the model is loaded, 408 if it takes longer than BODY_SECONDS, 413 beyond
+    `Limits.max_body_bytes`, 400 for anything else.
     """
     state = server_state(request)
+    state.check_loaded()
     received = await _receive(request, state.limits.max_body_bytes)
     request.state.body_bytes = len(received)
+    if state.log_requests:
+        text = received[:LOGGED_BYTES].decode("utf-8", errors="replace")
+        fields = {"request_id": request.state.request_id, "body": text}
+        logger.info("%s asks %r", request.state.request_id, text, extra={"fields": fields})
     body = await beside_loop(request, _parse, received)
     check_sizes(state.text, body)
     return body

@@ -92,6 +92,9 @@ class ChatAnswer:
         self.state, self.request, self.prepared, self.conversation = state, body, prepared, conversation
         self.choices: list[ChatChoice] = []
         self.id, self.created = answer_id, int(time.time())
+        # Looked at for every token.
+        self._continuous_usage, self._include_usage = body.continuous_usage, body.include_usage
+        self._hides_reasoning, self._return_token_ids = body.include_reasoning is False, bool(body.return_token_ids)
 
     def open_choice(self) -> ChatChoice:
         """The reader of the next choice."""
@@ -115,10 +118,11 @@ class ChatAnswer:
                 for chunk in choice.stream.start(len(self.prepared.token_ids)):
                     yield self._finished(choice, chunk) | self._prompt()
             async for index, delta in deltas:
-                for chunk in self.choices[index].add(delta):
-                    if self.request.include_reasoning is False and _is_reasoning(chunk):
+                choice = self.choices[index]
+                for chunk in choice.add(delta):
+                    if self._hides_reasoning and _is_reasoning(chunk):
                         continue
-                    yield self._finished(self.choices[index], chunk)
+                    yield self._finished(choice, chunk)
         finally:
             await deltas.aclose()
         if self.request.include_usage:
@@ -135,18 +139,19 @@ class ChatAnswer:
     def _finished(self, choice: ChatChoice, chunk: Chunk) -> Chunk:
         """Recipe's chunk with what OpenAI and vLLM clients expect around it."""
         chunk.pop("usage", None)
-        if self.request.continuous_usage:
+        if self._continuous_usage:
             chunk["usage"] = self.usage(final=False)
-        elif self.request.include_usage:
+        elif self._include_usage:
             chunk["usage"] = None
-        self._show_reasoning(chunk["choices"][0], "delta")
-        self._add_extras(choice, chunk["choices"][0])
+        entry = chunk["choices"][0]
+        self._show_reasoning(entry, "delta")
+        self._add_extras(choice, entry)
         return chunk
 
     def _show_reasoning(self, entry: dict[str, Any], key: str) -> None:
         """Also under vLLM's name, or not at all; `key` is where the text is: "message" or "delta"."""
         said = entry[key]
-        if self.request.include_reasoning is False:
+        if self._hides_reasoning:
             said.pop("reasoning_content", None)
             if entry["logprobs"]:
                 entry["logprobs"].pop("reasoning_content", None)
@@ -155,7 +160,7 @@ class ChatAnswer:
 
     def _add_extras(self, choice: ChatChoice, entry: dict[str, Any]) -> None:
         entry["stop_reason"] = choice.stop_reason if entry["finish_reason"] else None
-        if self.request.return_token_ids:
+        if self._return_token_ids:
             entry["token_ids"] = choice.token_ids[choice.announced :]
             choice.announced = len(choice.token_ids)
 

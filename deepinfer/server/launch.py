@@ -9,19 +9,23 @@ import socket
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.client import EngineClient
 from deepinfer.engine.process import show_log
+from deepinfer.observability.log_format import log_handler
 from deepinfer.server.admission import Limits
 from deepinfer.server.app import create_app
 from deepinfer.server.connection import PatientProtocol, Seldom
+from deepinfer.server.listening import Listening
 from deepinfer.server.metrics import Metrics
 from deepinfer.server.response_store import DEFAULT_TTL, ResponseStore
 from deepinfer.server.state import ServerState
-from deepinfer.server.text_engine import load_text_engine
+from deepinfer.server.text_engine import load_text_engine, start_text_engine
 
 logger = logging.getLogger("deepinfer.server")
 SWITCH_SECONDS = 0.0005  # a worker thread's turn while the event loop waits; Python's 5 ms slow streams down
@@ -32,8 +36,7 @@ def run_server(
     model: str,
     config: EngineConfig,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    listening: Listening | None = None,
     served_model_name: str | None = None,
     api_keys: tuple[str, ...] = (),
     allowed_origins: tuple[str, ...] = (),
@@ -41,6 +44,8 @@ def run_server(
     response_ttl: float = DEFAULT_TTL,
     shutdown_timeout: int = 30,
     log_level: str = "info",
+    log_format: str = "text",
+    log_requests: bool = False,
     web: bool = True,
     in_process: bool = False,
     max_queue: int | None = None,
@@ -50,17 +55,22 @@ def run_server(
 ) -> None:
     """Serve until interrupted, then give requests in flight `shutdown_timeout` seconds to finish.
 
-    The engine gets a process of its own unless `in_process`.  `max_queue` sequences may wait for it, by default four
-    times as many as it runs at once.
+    The engine gets a process of its own unless `in_process`; while it loads the model, /ready says so.  `max_queue`
+    sequences may wait for it, by default four times as many as it runs at once.  `log_requests` logs bodies, too.
 
-    Raises ValueError for a bad model or address before anything is served.
+    Raises ValueError for a bad model or address; EngineStoppedError if the engine dies while it loads.
     """
+    listening = listening or Listening()
+    listening.check()
     max_queue = 4 * config.max_num_seqs if max_queue is None else max_queue
     raise_file_limit(FILES + config.max_num_seqs + max_queue)
-    listener = listen(host, port)  # first, so that a taken port does not cost the time of loading
+    listener = listening.bind()  # first, so that a taken port does not cost the time of loading
     with listener:
-        show_log(log_level)
-        text = load_text_engine(model, config, served_model_name, not in_process, log_level)
+        show_log(log_level, log_format)
+        if in_process:
+            text = load_text_engine(model, config, served_model_name)
+        else:
+            text = start_text_engine(model, config, served_model_name, log_level, log_format)
         state = ServerState(
             text,
             Metrics(text.name),
@@ -69,16 +79,30 @@ def run_server(
             engine_config=json.loads(json.dumps(asdict(config), default=str)),
             responses=ResponseStore(response_ttl),
             limits=Limits(config.max_num_seqs + max_queue, max_concurrency_per_key, rate_limit, max_body_bytes),
+            log_requests=log_requests,
         )
-        bound_host, bound_port = listener.getsockname()[:2]
-        bound_host = f"[{bound_host}]" if ":" in bound_host else bound_host
-        print(f"serving {text.name!r} at http://{bound_host}:{bound_port}/v1", flush=True)
+        print(f"serving {text.name!r} at {listening.url(listener)}/v1", flush=True)
         settings = uvicorn.Config(
-            create_app(state, allowed_origins, web), log_level=log_level, lifespan="on", http=PatientProtocol
+            create_app(state, allowed_origins, web),
+            log_config=None,
+            access_log=False,  # middleware.LogRequests says more
+            lifespan="on",
+            http=PatientProtocol,
+            **listening.uvicorn_options(),
         )
-        logging.getLogger("uvicorn.error").addFilter(Seldom())
+        show_uvicorn_log(log_level, log_format)
         sys.setswitchinterval(SWITCH_SECONDS)
-        DrainingServer(settings, state, shutdown_timeout).run(sockets=[listener])
+        DrainingServer(settings, state, shutdown_timeout, listening.uds).run(sockets=[listener])
+    if isinstance(text.engine, EngineClient) and text.engine.start_error is not None:
+        raise text.engine.start_error
+
+
+def show_uvicorn_log(level: str, log_format: str) -> None:
+    log = logging.getLogger("uvicorn")
+    log.setLevel(level.upper())
+    log.addHandler(log_handler(log_format))
+    log.propagate = False
+    logging.getLogger("uvicorn.error").addFilter(Seldom())
 
 
 class DrainingServer(uvicorn.Server):
@@ -87,9 +111,10 @@ class DrainingServer(uvicorn.Server):
     Meanwhile the server answers, so that /ready says 503 to whoever balances the load.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, timeout: float):
+    def __init__(self, config: uvicorn.Config, state: ServerState, timeout: float, uds: str | None = None):
+        """`uds` is a Unix socket's path, to be removed at the end."""
         super().__init__(config)
-        self.state, self.timeout = state, timeout
+        self.state, self.timeout, self.uds = state, timeout, uds
         self.deadline = 0.0  # when to cancel, on the monotonic clock
         self.signal = signal.SIGTERM
 
@@ -98,7 +123,14 @@ class DrainingServer(uvicorn.Server):
         self.deadline = time.monotonic() + (0.0 if self.state.draining else self.timeout)
         self.state.draining, self.signal = True, signal.Signals(sig)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.uds is not None:  # before the signal that ended it all is raised again
+            Path(self.uds).unlink(missing_ok=True)
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
+        if getattr(self.state.text.engine, "start_error", None) is not None:
+            self.should_exit = True  # the model cannot be loaded: run_server raises why
         if self.state.draining and not self.should_exit:
             left = self.deadline - time.monotonic()
             if left <= 0 or not self.state.running:
@@ -120,14 +152,3 @@ def raise_file_limit(wanted: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
     if reachable < wanted:
         logger.warning("the limit of open files (ulimit -n) is %d, --max-queue asks for %d", reachable, wanted)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ValueError(f"cannot listen on --host {host} --port {port}: {error.strerror}") from None
-    return listener

@@ -109,6 +109,7 @@ class Metrics:
         )  # fmt: skip
         self.engine_restarts = self._gauge("engine_restarts", "Times the engine process died and was started again.")
 
+        self._cache_is_set = False
         self._engine_gauges: dict[str, Gauge] = {}
         self._engine_counters: dict[str, FastCounter] = {}
         self._engine_totals: dict[str, float] = {}
@@ -134,6 +135,9 @@ class Metrics:
 
     def set_cache(self, block_size: int, num_blocks: int, cache_dtype: str) -> None:
         """`cache_config_info`, as vLLM has it: a 1 whose labels are the settings."""
+        if self._cache_is_set:
+            return
+        self._cache_is_set = True
         self.block_size = block_size
         self.cache_tokens.set(block_size * num_blocks)
         names = (*_LABELS, "block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 import time
 import uuid
@@ -15,7 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deepinfer.server.errors import ApiError, error_response
 from deepinfer.server.metrics import Metrics
 
+logger = logging.getLogger("deepinfer.server.requests")
 OPEN_PATHS = ("/health", "/ping", "/ready", "/metrics")  # answered without an API key
+DIRECT_SEND = "deepinfer.send"  # in the scope: `send` as the server gave it, for what follows the start of an answer
 _REQUEST_ID = re.compile(rb"[\w.:/=+-]{1,128}", re.ASCII)
 
 
@@ -43,6 +46,7 @@ class GiveRequestId:
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         request_id = given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
+        scope[DIRECT_SEND] = send
 
         def add_header(message: Message) -> None:
             headers = MutableHeaders(scope=message)
@@ -102,3 +106,47 @@ class CountRequests:
             method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other"
             self.metrics.http_requests.labels(handler, method, str(status["code"])).inc()
             self.metrics.http_seconds.labels(handler, method).observe(time.monotonic() - began)
+
+
+class LogRequests:
+    """One line a request: how it was answered, and how many tokens it had; never what they said.
+
+    Those that machines ask all the time (OPEN_PATHS) are logged at level debug.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status: dict[str, Any] = {"code": 500}
+        began = time.monotonic()
+        try:
+            await self.app(scope, receive, on_start(send, lambda message: status.update(code=message["status"])))
+        finally:
+            self._log(scope, status["code"], time.monotonic() - began)
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        # The route's template: a path may hold anything that a client made up.
+        route = getattr(scope.get("route"), "path", "unknown route")
+        fields = {
+            "request_id": scope["state"]["request_id"],
+            "method": scope["method"],
+            "route": route,
+            "status": status,
+            "duration_s": round(seconds, 6),
+        }
+        facts = scope["state"].get("facts")
+        told = ""
+        if facts is not None:
+            fields |= {"prompt_tokens": facts.prompt_tokens, "completion_tokens": facts.completion_tokens}
+            fields["ttft_s"] = None if facts.ttft is None else round(facts.ttft, 6)
+            told = f", {facts.prompt_tokens} prompt and {facts.completion_tokens} generated tokens"
+            told += "" if facts.ttft is None else f", TTFT {facts.ttft:.3f} s"
+        text = f"{fields['request_id']} {scope['method']} {route} {status}{told}, {seconds:.3f} s"
+        logger.log(level, "%s", text, extra={"fields": fields})

@@ -18,7 +18,7 @@ router = APIRouter()
 
 
 def model_card(state: ServerState, anthropic: bool) -> dict[str, Any]:
-    name, created, limit = state.text.name, state.created, state.text.max_model_len
+    name, created, limit = state.text.name, state.created, state.text.max_model_len or None
     if anthropic:
         created_at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         card = {"type": "model", "id": name, "display_name": name, "created_at": created_at}
@@ -63,6 +63,9 @@ async def version() -> dict[str, str]:
 async def metrics(request: Request) -> Response:
     state = server_state(request)
     stats = state.text.engine.stats()
+    if state.text.engine.state == "ready":  # before, the engine does not know
+        cache = state.engine_config
+        state.metrics.set_cache(cache.get("block_size", 0), stats.num_blocks, cache.get("kv_cache_dtype", "auto"))
     state.metrics.running.set(stats.num_running)
     state.metrics.waiting.set(stats.num_waiting + state.gate.num_waiting)
     state.metrics.cache_usage.set(1 - stats.num_free_blocks / stats.num_blocks)

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+
+@dataclass
+class RequestFacts:
+    """What the log says of a request that generates; `ttft` in seconds, None before the first token."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    ttft: float | None = None
 
 
 @dataclass(frozen=True)
@@ -17,6 +26,7 @@ class Ticket:
     request_id: str
     answer_id: str
     arrival: float
+    facts: RequestFacts = field(default_factory=RequestFacts)
 
     def renamed(self, name: str | None) -> Ticket:
         """The same under the name that the client gave in the body, which the answer's id then ends with."""

@@ -84,6 +84,8 @@ class RunningSequence(Generic[Piece]):
         delta.metrics = self._times = news.metrics
         if delta.token_ids and self._clock is not None:
             self._clock.tokens(len(delta.token_ids))
+            if self._ticket.facts.ttft is None:
+                self._ticket.facts.ttft = self._clock.last - self._ticket.arrival
         if delta.finish_reason is not None:
             if news.finished:
                 self._leave = None
@@ -101,5 +103,6 @@ class RunningSequence(Generic[Piece]):
         if not self.ended and self._clock is not None:
             self._state.running.remove(self._engine_id)
             self._clock.end(reason, self._times)
+            self._ticket.facts.completion_tokens += self._clock.count
         self._place.leave()
         self.ended = True

@@ -43,6 +43,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     background: set[asyncio.Task[None]] = field(default_factory=set)
     workers: Workers = field(default_factory=Workers)
+    log_requests: bool = False  # also what clients wrote
 
     def __post_init__(self) -> None:
         self.gate = Gate()
@@ -69,8 +70,16 @@ class ServerState:
         if condition == "draining":
             raise ApiError("the server is shutting down", status=503)
         if condition != "ready":
-            message = "the engine is starting" if condition == "starting" else "the engine is not running"
-            raise ApiError(message, status=503)
+            raise ApiError(self.why_not_ready, status=503)
+
+    @property
+    def why_not_ready(self) -> str:
+        return getattr(self.text.engine, "reason", "the engine is not running")
+
+    def check_loaded(self) -> None:
+        """ApiError 503 until the model has been loaded once: before, its limits are unknown."""
+        if self.text.max_model_len == 0:
+            raise ApiError(self.why_not_ready, status=503)
 
 
 def server_state(request: Request) -> ServerState:
@@ -80,11 +89,15 @@ def server_state(request: Request) -> ServerState:
 def open_ticket(request: Request, prefix: str) -> Ticket:
     """The ticket of a request that has just arrived; its answer's id starts with `prefix`.
 
-    ApiError 429 if the queue is full.
+    ApiError 429 if the queue is full, 503 until the model is loaded.
     """
+    server_state(request).check_loaded()
     server_state(request).admission.check_queue()
     answer_id = prefix + uuid.uuid4().hex
-    return Ticket(owner_of(request), getattr(request.state, "request_id", answer_id), answer_id, time.monotonic())
+    request_id = getattr(request.state, "request_id", answer_id)
+    ticket = Ticket(owner_of(request), request_id, answer_id, time.monotonic())
+    request.state.facts = ticket.facts
+    return ticket
 
 
 def owner_of(request: Request) -> str:
@@ -144,6 +157,7 @@ def start_sequences(
                 refused.param = param if refused.param == "prompt_token_ids" else refused.param
                 raise refused from None
             sequences.append(RunningSequence(state, prompt, one, reader(), ticket, uuid.uuid4().hex, next(places)))
+    ticket.facts.prompt_tokens = sum(map(len, prompts))
     for prompt in prompts:
         state.metrics.admit(len(prompt), n, params.max_tokens)
     return sequences

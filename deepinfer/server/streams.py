@@ -13,10 +13,12 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from deepinfer.engine.mailbox import Mailbox
 from deepinfer.errors import EngineStoppedError
 from deepinfer.server.errors import ApiError
+from deepinfer.server.middleware import DIRECT_SEND
 from deepinfer.server.sequences import RunningSequence
 from deepinfer.server.text_engine import Delta, Piece
 
@@ -82,35 +84,55 @@ async def collect(
         raise ApiError("the server is shutting down", status=503) from None
 
 
+class EventStream(StreamingResponse):
+    """Server-sent events.  After its start the answer goes straight to the connection: middleware looks at starts only.
+
+    It does not listen for the client to go away, as StreamingResponse does: `merge` does.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[dict[str, Any], None], named: bool, error_event: Callable[[ApiError], dict]
+    ) -> None:
+        super().__init__((), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.events, self.named, self.error_event = events, named, error_event
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            write = scope.get(DIRECT_SEND, send)
+            try:
+                async for event in events:
+                    await write({"type": "http.response.body", "body": self.line(event), "more_body": True})
+            except ClientDisconnect:
+                return
+            except Exception as error:  # the status has been sent already: the client learns of it in the stream
+                line = self.line(self.error_event(_as_api_error(error)))
+                await write({"type": "http.response.body", "body": line, "more_body": True})
+        last = b"" if self.named else b"data: [DONE]\n\n"
+        await write({"type": "http.response.body", "body": last, "more_body": False})
+
+    def line(self, event: dict[str, Any]) -> bytes:
+        if self.named:
+            return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), _encode(event))
+        return b"data: %s\n\n" % _encode(event)
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineStoppedError):
+        return ApiError("the engine stopped before the answer was complete", 503)
+    logger.error("a stream broke off", exc_info=error)
+    return ApiError("internal server error", 500)
+
+
 def event_stream(
     events: AsyncGenerator[dict[str, Any], None],
     named: bool = False,
     error_event: Callable[[ApiError], dict[str, Any]] = ApiError.body,
-) -> StreamingResponse:
+) -> EventStream:
     """Server-sent events; an error after the first byte becomes an event too, in the shape of `error_event`.
 
     Named events carry their type as name; unnamed ones are closed by [DONE], as Chat Completions has it.
     """
-
-    def line(event: dict[str, Any]) -> bytes:
-        name = b"event: %s\n" % event["type"].encode() if named else b""
-        return b"%sdata: %s\n\n" % (name, _encode(event))
-
-    async def lines() -> AsyncGenerator[bytes, None]:
-        async with aclosing(events):
-            try:
-                async for event in events:
-                    yield line(event)
-            except ClientDisconnect:
-                return
-            except ApiError as error:
-                yield line(error_event(error))
-            except EngineStoppedError:
-                yield line(error_event(ApiError("the engine stopped before the answer was complete", 503)))
-            except Exception:  # the status has been sent already: the client learns of it in the stream
-                logger.exception("a stream broke off")
-                yield line(error_event(ApiError("internal server error", 500)))
-            if not named:
-                yield b"data: [DONE]\n\n"
-
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return EventStream(events, named, error_event)

@@ -7,17 +7,19 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from deepinfer.checkpoint_tokenizer import load_tokenizer
 from deepinfer.config.engine import EngineConfig
-from deepinfer.engine.async_engine import AsyncEngine
 from deepinfer.engine.client import EngineClient
-from deepinfer.engine.loading import PACKAGED_MODELS, load_engine, resolve_model
-from deepinfer.llm import load_tokenizer
+from deepinfer.engine.model_path import PACKAGED_MODELS, resolve_model
 from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import Detokenizer, StopStrings, Tokenizer
 from deepinfer.recipe.conversation import ModelVersion
+
+if TYPE_CHECKING:
+    from deepinfer.engine.async_engine import AsyncEngine
 
 Piece = TypeVar("Piece")
 Piece_co = TypeVar("Piece_co", covariant=True)
@@ -132,16 +134,27 @@ class TextEngine:
                         return
 
 
-def load_text_engine(
-    model: str, config: EngineConfig, name: str | None = None, own_process: bool = False, log_level: str = "warning"
-) -> TextEngine:
-    """Load a checkpoint and start its engine, in a thread or in `own_process`, which logs at `log_level`.
+def load_text_engine(model: str, config: EngineConfig, name: str | None = None) -> TextEngine:
+    """Load a checkpoint and start its engine in a thread.  Raises ValueError for a bad model, config or checkpoint."""
+    from deepinfer.engine.async_engine import (
+        AsyncEngine,  # here, because a server with an engine process needs no torch
+    )
+    from deepinfer.engine.loading import load_engine
 
-    Raises ValueError for a bad model, config or checkpoint.
+    tokenizer = load_tokenizer(resolve_model(model))
+    engine = AsyncEngine(load_engine(model, config))
+    return TextEngine(engine, tokenizer, name or model_name(model), tokenizer.model_version)
+
+
+def start_text_engine(
+    model: str, config: EngineConfig, name: str | None = None, log_level: str = "warning", log_format: str = "text"
+) -> TextEngine:
+    """The same with an engine in a process of its own, which is loading the model when this returns.
+
+    Raises ValueError for a bad model path or tokenizer; what else may be wrong, `EngineClient.start_error` tells later.
     """
-    path = resolve_model(model)
-    tokenizer = load_tokenizer(path)
-    engine = EngineClient(model, config, log_level) if own_process else AsyncEngine(load_engine(model, config))
+    tokenizer = load_tokenizer(resolve_model(model))
+    engine = EngineClient(model, config, log_level, wait=False, log_format=log_format)
     return TextEngine(engine, tokenizer, name or model_name(model), tokenizer.model_version)
 
 

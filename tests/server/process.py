@@ -91,7 +91,7 @@ def start_server(checkpoint: Path, *options: str, prefix: Sequence[str] = ()) ->
     deadline = time.monotonic() + 60
     while True:
         try:
-            if httpx.get(f"{server.url}/health").status_code == 200:
+            if httpx.get(f"{server.url}/ready").status_code == 200:
                 return server
         except httpx.TransportError:
             assert time.monotonic() < deadline and process.poll() is None, "".join(log)
