@@ -160,7 +160,9 @@ class DecodeGraphs:
         del outputs
         timer = None if self._set_mark is None else CUDAGraphTimer(self.part_times)
         graph = torch.cuda.CUDAGraph(keep_graph=timer is not None)
-        with torch.cuda.graph(graph, pool=pool, stream=stream), self._marks(timer):
+        # thread_local: what other threads do on the device meanwhile is no business of this capture.
+        capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        with capture, self._marks(timer):
             self._outputs[: shape.rows] = self.forward(padded)
         if timer is None:
             return graph.replay

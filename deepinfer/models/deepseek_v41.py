@@ -198,7 +198,7 @@ def build_layer(
     if plan.is_kv_source:
         wkv = take("attn.compressor.wkv.weight")
         if plan.compress_ratio > 1:
-            wkv = torch.cat((wkv, take("attn.compressor.wgate.weight")))
+            wkv = torch.cat((wkv, take("attn.compressor.wgate.weight"))).to(wide)
         compressor = Compressor(
             plan.layer_id,
             plan.compress_ratio,

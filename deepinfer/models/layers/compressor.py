@@ -19,7 +19,7 @@ class Compressor:
 
     layer_id: int
     ratio: int
-    wkv: Tensor  # [d, D], or [2d, D] = [wkv | wgate] for ratio above 1
+    wkv: Tensor  # [d, D], or [2d, D] = [wkv | wgate] for ratio above 1, at least float32
     norm: Tensor  # [d]
     index_wk: Tensor  # [di, d]
     index_k_norm: Tensor  # [di]
@@ -44,8 +44,7 @@ class Compressor:
         """Softmax-weighted mean over the tokens of each group, in at least float32; open groups go to the carry."""
         plan = step.compression[self.ratio]
         carry = caches.state.carry[self.layer_id]  # [slots, ratio, 2, d]
-        wide = torch.promote_types(y.dtype, torch.float32)
-        ab = ops.linear(y.to(wide), self.wkv.to(wide)).unflatten(-1, (2, -1))  # [N, 2, d]
+        ab = ops.linear(y.to(self.wkv.dtype), self.wkv).unflatten(-1, (2, -1))  # [N, 2, d]
         carried = carry[step.state_slots].flatten(0, 1)  # [S * ratio, 2, d]
         a, b = torch.cat((ab, carried))[plan.members].unbind(2)  # [groups, ratio, d]
         carry[plan.pending_slots, plan.pending_offsets] = ab[plan.pending_rows].to(carry.dtype)
