@@ -12,7 +12,11 @@ from deepinfer.kernels.deep_jit.compilers import CompileError
 from deepinfer.kernels.deep_jit.kernel import Build
 
 # Modules with a function builds() -> list[Build]: what the engine launches at V4.1-Flash's shapes.
-MODULES = ("deepinfer.kernels.flash_mla.variants", "deepinfer.kernels.deep_gemm.fp8_variants")
+MODULES = (
+    "deepinfer.kernels.flash_mla.variants",
+    "deepinfer.kernels.deep_gemm.fp8_variants",
+    "deepinfer.kernels.deep_gemm.moe_gemm",
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""Grouped FP8 x MXFP4 products of a mixture of experts, contiguous or masked, with SwiGLU and its FP8 cast or plain."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.deep_gemm.fp4_weights import TILE_ROWS, ExpertWeights
+from deepinfer.kernels.deep_gemm.fp8_gemm import processors, row_scales_layout
+from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
+from deepinfer.kernels.deep_jit import Build, Kernel
+
+SOURCE = Path(__file__).parent / "moe_gemm.cu"
+MAX_EXPERTS = 1024
+STAGES = 6
+SHARED_BYTES = 222_000  # stages, staging of the result, tables
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
+        ("begins", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("out_rows", ctypes.c_void_p),
+        ("gates", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("out_scales", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("out_scales_stride", ctypes.c_int),
+        ("experts", ctypes.c_int),
+        ("row_blocks", ctypes.c_int),
+        ("k_blocks", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("limit", ctypes.c_float),
+    ]
+
+
+def build(gate_up: bool) -> Build:
+    """What to compile."""
+    return Build("moe_gemm", SOURCE, {"GATE_UP": int(gate_up), "STAGES": STAGES})
+
+
+def builds() -> list[Build]:
+    """Both products of an expert."""
+    return [build(True), build(False)]
+
+
+@cache
+def _kernel(gate_up: bool) -> Kernel:
+    return Kernel(build(gate_up), SHARED_BYTES)
+
+
+def _launch(x: Tensor, x_scales: Tensor, begins: Tensor, counts: Tensor, weights: ExpertWeights, params: _Params) -> None:
+    rows, k = x.shape
+    experts, row_blocks, k_blocks = weights.tiles.shape[:3]
+    if k != weights.columns or x.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"x must be float8_e4m3fn [P, {weights.columns}], got {x.dtype} {list(x.shape)}")
+    if list(x_scales.shape) != [rows, k_blocks] or x_scales.dtype != torch.float32:
+        raise ValueError(f"x_scales must be float32 [{rows}, {k_blocks}], got {list(x_scales.shape)}")
+    for name, table in (("begins", begins), ("counts", counts)):
+        if table.dtype != torch.int32 or list(table.shape) != [experts]:
+            raise ValueError(f"{name} must be int32 [{experts}], got {table.dtype} {list(table.shape)}")
+    if experts > MAX_EXPERTS:
+        raise ValueError(f"at most {MAX_EXPERTS} experts, got {experts}")
+    params.weights, params.row_scales = weights.tiles.data_ptr(), weights.row_scales.data_ptr()
+    params.begins, params.counts = begins.data_ptr(), counts.data_ptr()
+    params.experts, params.row_blocks, params.k_blocks = experts, row_blocks, k_blocks
+    _kernel(weights.gate_up).launch(
+        (processors(x.device.index), 1, 1),
+        (384, 1, 1),
+        params,
+        tensor_map(x, (16, 128), 128),
+        tensor_map(row_scales_layout(x_scales).T, (1, 128), 0),
+    )
+
+
+def grouped_gemm(
+    x: Tensor,
+    x_scales: Tensor,
+    begins: Tensor,
+    counts: Tensor,
+    weights: ExpertWeights,
+    out: Tensor | None = None,
+    out_rows: Tensor | None = None,
+) -> Tensor:
+    """Rows begins[e] .. begins[e] + counts[e] of x [P, K] times expert e's weights -> the same rows of out BF16 [P, O].
+
+    x E4M3, x_scales float32 [P, ceil(K / 128)]; begins and counts int32 [E], nothing is copied to the host. Contiguous
+    groups follow one another, masked ones begin at multiples of their room: both are ranges of rows. Rows of no expert
+    are not written. `out_rows` int32 [P] sends row p to out_rows[p] of `out`. Raises ValueError.
+    """
+    if weights.gate_up:
+        raise ValueError("weights are those of gate and up: use grouped_gate_up")
+    if out is None:
+        out = torch.empty(x.shape[0], weights.rows, dtype=torch.bfloat16, device=x.device)
+    if out.shape[1] != weights.rows or weights.rows % 8 or out.stride(1) != 1 or out.stride(0) % 8:
+        raise ValueError(f"out must be [.., {weights.rows}] with rows of multiples of 8, got {list(out.shape)}")
+    if x.shape[0]:
+        params = _Params(out=out.data_ptr(), out_stride=out.stride(0) * 2, columns=weights.rows)
+        params.out_rows = out_rows.data_ptr() if out_rows is not None else None
+        _launch(x, x_scales, begins, counts, weights, params)
+    return out
+
+
+def grouped_gate_up(
+    x: Tensor,
+    x_scales: Tensor,
+    begins: Tensor,
+    counts: Tensor,
+    weights: ExpertWeights,
+    gates: Tensor,
+    limit: float,
+) -> tuple[Tensor, Tensor]:
+    """As `grouped_gemm` by [w1 | w3], then gate * silu(min(g, limit)) * clamp(u, -limit, limit), rounded to BF16, then
+    to E4M3 with one power-of-two scale for 32 values (spec: model, sections 3 and 6), all in one launch.
+
+    gates float32 [P]. Returns E4M3 [P, I] and float32 scales [P, ceil(I / 128)]: the four scales of 128 values are made
+    one, their largest, which rounds only values that become subnormal. I must be a multiple of 32. Raises ValueError.
+    """
+    inner, rows = weights.rows // 2, x.shape[0]
+    if not weights.gate_up or inner % 32:
+        raise ValueError(f"weights must be arranged with gate_up, I a multiple of 32, got I = {inner}")
+    if gates.dtype != torch.float32 or list(gates.shape) != [rows] or not gates.is_contiguous():
+        raise ValueError(f"gates must be float32 [{rows}], got {gates.dtype} {list(gates.shape)}")
+    out = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=x.device)
+    out_scales = torch.empty(-(-inner // 128), -(-rows // 4) * 4, device=x.device)[:, :rows].T
+    if rows:
+        params = _Params(out=out.data_ptr(), out_stride=inner, columns=inner, limit=limit, gates=gates.data_ptr())
+        params.out_scales, params.out_scales_stride = out_scales.data_ptr(), out_scales.stride(1)
+        _launch(x, x_scales, begins, counts, weights, params)
+    return out, out_scales
