@@ -11,13 +11,25 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from deepinfer import __version__
 from deepinfer.engine.client import EngineClient
-from deepinfer.server import chat, completions, control, messages, misc, native, operations, parsers, responses, tokens
+from deepinfer.server import (
+    chat,
+    completions,
+    control,
+    inference,
+    messages,
+    misc,
+    native,
+    operations,
+    parsers,
+    responses,
+    tokens,
+)
 from deepinfer.server.errors import install_handlers
 from deepinfer.server.middleware import OPEN_PATHS, CountRequests, GiveRequestId, LogRequests, RequireKey
 from deepinfer.server.state import ServerState
 from deepinfer.server.web import routes as web_page
 
-ROUTERS = (chat, completions, responses, messages, native, tokens, parsers, misc, operations, control)
+ROUTERS = (chat, completions, responses, messages, native, inference, tokens, parsers, misc, operations, control)
 
 
 def create_app(state: ServerState, allowed_origins: tuple[str, ...] = (), web: bool = True) -> FastAPI:

@@ -15,6 +15,8 @@ from deepinfer.server.completions import Choice, encode_prompts
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.logprobs import finite, token_text
 from deepinfer.server.protocol import NOT_SAMPLED, CompletionRequest, RequestName, Texts, TokenIds
+from deepinfer.server.running import Ticket
+from deepinfer.server.sequences import RunningSequence
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import collect, event_stream, merge
 from deepinfer.server.text_engine import Delta, TextReader
@@ -95,27 +97,35 @@ async def generate(request: Request) -> Response:
     body = validate(GenerateRequest, await read_json(request))
     ticket = ticket.renamed(body.rid)
     try:
-        completion = body.completion(state.text.name)
-        try:
-            params = completion.sampling_params(completion.max_tokens, completion.logprobs)
-            stop = completion.stop_strings
-        except ValueError as error:
-            raise from_value_error(error) from None
-        check_room(state, params.max_tokens)
-        prompts = await beside_loop(request, encode_prompts, state, completion)
-        n = completion.n or 1
-
-        def open_reader() -> TextReader:
-            return TextReader(state.text.tokenizer, stop, bool(completion.include_stop_str_in_output))
-
-        streams = start_sequences(state, prompts, params, n, open_reader, ticket, "prompt")
+        choices, streams = await start(request, body.completion(state.text.name), ticket)
     except ApiError as error:
         raise in_own_terms(error, "input_ids" if body.text is None else "text") from None
-    answer = NativeAnswer(state, body, [Choice(i, prompts[i // n]) for i in range(len(streams))], ticket.request_id)
+    answer = NativeAnswer(state, body, choices, ticket.request_id)
     if body.stream:
         return event_stream(answer.chunks(merge(request, streams)))
     await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
     return JSONResponse(answer.body())
+
+
+async def start(
+    request: Request, completion: CompletionRequest, ticket: Ticket
+) -> tuple[list[Choice], list[RunningSequence[str]]]:
+    """The sequences of a completion.  ApiError naming the field in the terms of Completions."""
+    state = server_state(request)
+    try:
+        params = completion.sampling_params(completion.max_tokens, completion.logprobs)
+        stop = completion.stop_strings
+    except ValueError as error:
+        raise from_value_error(error) from None
+    check_room(state, params.max_tokens)
+    prompts = await beside_loop(request, encode_prompts, state, completion)
+    n = completion.n or 1
+
+    def open_reader() -> TextReader:
+        return TextReader(state.text.tokenizer, stop, bool(completion.include_stop_str_in_output))
+
+    streams = start_sequences(state, prompts, params, n, open_reader, ticket, "prompt")
+    return [Choice(index, prompts[index // n]) for index in range(len(streams))], streams
 
 
 def in_own_terms(error: ApiError, prompt: str) -> ApiError:

@@ -90,6 +90,7 @@ def test_the_description_of_the_api_lists_every_route(server: Server) -> None:
         "/v1/responses/{response_id}/input_items", "/v1/messages", "/v1/messages/render", "/v1/messages/count_tokens",
         "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize", "/health", "/ping", "/version", "/metrics",
         "/ready", "/health_generate", "/load", "/get_load", "/server_info", "/get_server_info", "/model_info",
+        "/inference/v1/generate",
         "/get_model_info", "/generate", "/parse_function_call", "/separate_reasoning", "/abort_requests",
         "/abort_request", "/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/flush_cache", "/start_profile",
         "/stop_profile",

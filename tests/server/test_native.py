@@ -133,3 +133,34 @@ def test_what_clients_ask_first(server: Server) -> None:
     assert info["status"] == "ready" and info["internal_states"][0]["num_running_reqs"] == 0
     (load,) = server.http.get("/get_load").json()
     assert load == {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}
+
+
+def test_token_ids_in_token_ids_out(server: Server) -> None:
+    """vLLM's route: as Completions, without text."""
+    (choice,) = completion(server, [0, 50, 51, 52], logprobs=1)
+    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1}
+    body = {"token_ids": [0, 50, 51, 52], "sampling_params": params, "request_id": "mine"}
+    answer = server.http.post("/inference/v1/generate", json=body).json()
+    (entry,) = answer["choices"]
+    assert answer["request_id"] == "mine" and entry["token_ids"] == choice["token_ids"]
+    assert entry["finish_reason"] == "length"
+    content = entry["logprobs"]["content"]
+    assert [one["token"] for one in content] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    assert [one["logprob"] for one in content] == choice["logprobs"]["token_logprobs"]
+    streamed: list[int] = []
+    with server.http.stream("POST", "/inference/v1/generate", json=body | {"stream": True}) as events:
+        lines = [line[6:] for line in lines_of(events) if line.startswith("data: ")]
+    for event in map(json.loads, lines[:-1]):
+        streamed += event["choices"][0]["token_ids"]
+    assert lines[-1] == "[DONE]" and streamed == choice["token_ids"]
+    for change, param in (
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": "hi"}, "token_ids"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"sampling_params": {"bad_words": ["a"]}}, "sampling_params.bad_words"),
+        ({"sampling_params": {"nothing": 1}}, "sampling_params"),
+        ({"features": {}}, "features"),
+    ):
+        error = check_shape(server.http.post("/inference/v1/generate", json=body | change), 400)
+        assert error["param"] == param, error
+    check_shape(server.http.post("/inference/v1/generate", json=body | {"model": "other"}), 404)
