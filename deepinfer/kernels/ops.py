@@ -6,7 +6,7 @@ import torch
 
 from deepinfer.kernels import cpu, registry  # cpu registers its backends
 from deepinfer.kernels.reference.attention import sparse_attention
-from deepinfer.kernels.reference.basic import linear, rms_norm, rope, swiglu
+from deepinfer.kernels.reference.basic import linear, rms_norm, rope, round_fp8, swiglu
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
 from deepinfer.kernels.reference.engram import engram_gate, engram_hash
 from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, hc_pre
@@ -36,6 +36,7 @@ __all__ = [
     "reads_fp4_experts",
     "rms_norm",
     "rope",
+    "round_fp8",
     "round_trip_rows",
     "sparse_attention",
     "store_rows",

@@ -329,6 +329,13 @@ def round_trip_rows(g: torch.Generator) -> Iterator[Case]:
             yield broken_rows(g, n, dim), strided_cache(g, 2, 4, dim, kind, row_format), row_format
 
 
+def round_fp8(g: torch.Generator) -> Iterator[Case]:
+    for n, dim in ((0, 32), (60, 128), (20, 64)):
+        yield (extreme_rows(g, n, dim),)
+        yield (broken_rows(g, n, dim),)
+    yield (normal(g, 6, 4, 64)[:, 1:3],)
+
+
 CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
     f.__name__: f
     for f in (
@@ -348,6 +355,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         moe_gate,
         rms_norm,
         rope,
+        round_fp8,
         round_trip_rows,
         sparse_attention,
         store_rows,
@@ -357,6 +365,6 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
 }
 # Operations whose results are integers, masks or stored formats: every backend agrees exactly.
 EXACT = {
-    "candidate_blocks", "engram_hash", "load_rows", "mask_to_candidates", "round_trip_rows", "store_rows",
+    "candidate_blocks", "engram_hash", "load_rows", "mask_to_candidates", "round_fp8", "round_trip_rows", "store_rows",
     "top_k_positions",
 }  # fmt: skip

@@ -10,7 +10,7 @@ import deepinfer.kernels.ops  # noqa: F401  (registers the backends)
 from deepinfer.kernels.reference.cache_rows import RowFormat
 from deepinfer.kernels.reference.quant import quantize_fp4_weight
 from deepinfer.kernels.registry import OPERATIONS
-from tests.kernels.cases import CASES, INF, integers, normal, strided_cache
+from tests.kernels.cases import CASES, EXACT, INF, integers, normal, strided_cache
 from tests.kernels.test_ops_backends import copied
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,7 @@ def assert_near(result: Tensor, expected: Tensor, tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", CUDA)
 def test_bf16_is_near_the_float32_reference(name: str):
-    if name in ("store_rows", "load_rows", "round_trip_rows", "engram_hash", "top_k_positions", "draw_tokens"):
+    if name in EXACT or name == "draw_tokens":
         pytest.skip("exact, and compared in test_ops_backends")
     for case in CASES[name](torch.Generator().manual_seed(0)):
         case = as_bf16(name, case)
@@ -133,10 +133,7 @@ def test_attention_at_full_width(n: int):
     heads, dim = 64, 512
     window = strided_cache(g, 4, 134, dim, "packed", RowFormat.FP8)
     latents = strided_cache(g, 20, 128, dim, "packed", RowFormat.NVFP4)
-    slots = (
-        torch.randint(-1, 4 * 134, (n, 128), generator=g).int(),
-        torch.randint(-1, 2560, (n, 512), generator=g).int(),
-    )
+    slots = integers(g, -1, 4 * 134, n, 128), integers(g, -1, 2560, n, 512)
     q, sink = normal(g, n, heads, dim).bfloat16(), normal(g, heads)
     case = q, window, slots[0], latents, slots[1], sink, dim**-0.5
     (result,) = run("sparse_attention", case)

@@ -20,7 +20,7 @@ from deepinfer.kernels.cuda.formats import (
     load_row_values,
     over_scale,
 )
-from deepinfer.kernels.reference import cache_rows  # noqa: F401  (defines the operations)
+from deepinfer.kernels.reference import basic, cache_rows  # noqa: F401  (define the operations)
 from deepinfer.kernels.reference.cache_rows import RowFormat
 from deepinfer.kernels.registry import backend
 
@@ -115,9 +115,9 @@ def _round_trip(values, out, groups, KIND: tl.constexpr, GROUPS: tl.constexpr, G
     tl.store(out + at, (ratio * scale[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-def fp8_round_trip(values: Tensor) -> Tensor:
-    """E4M3 with a power-of-two scale per 32 values, as `quant.fp8_round_trip`; values contiguous."""
-    return _round_trip_groups(values, RowFormat.FP8)
+@backend("round_fp8", "cuda")
+def round_fp8(x: Tensor) -> Tensor:
+    return _round_trip_groups(x, RowFormat.FP8) if covered(x) and x.shape[-1] % 32 == 0 else NotImplemented
 
 
 def _round_trip_groups(values: Tensor, row_format: RowFormat) -> Tensor:

@@ -1,9 +1,9 @@
 """Mixture of experts: the gate, and the routed experts as two grouped matrix products.
 
 Each (row, slot) pair of the gate's choice is a row of its expert's product. `_route` orders the pairs by expert, in
-tiles of one expert each; the products compute W x^T, weights first, so that few pairs still fill the tensor cores' rows. FP4
-weights are widened on the way from memory to the tensor cores. A pair's result does not depend on its place, and a row
-adds its pairs in the order of its slots: results are deterministic and do not depend on the batch.
+tiles of one expert each; the products compute W x^T, weights first, so that few pairs still fill the tensor cores'
+rows. FP4 weights are widened on the way from memory to the tensor cores. A pair's result does not depend on its place,
+and a row adds its pairs in the order of its slots: results are deterministic and do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.cuda.basic import gated
-from deepinfer.kernels.cuda.cache_rows import fp8_round_trip
+from deepinfer.kernels.cuda.cache_rows import round_fp8
 from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.cuda.formats import FP8, e4m3_byte, e4m3_value, group_scale, load_fp4, over_scale
 from deepinfer.kernels.reference import moe  # noqa: F401  (defines the operations)
@@ -240,7 +240,7 @@ def _experts(x, chosen, gates, w13, w2, inner, limit, quantize_activations):
     if quantize_activations:
         if dim % 32 or inner % 32:
             return NotImplemented
-        x = fp8_round_trip(x)
+        x = round_fp8(x)
     if x.stride(1) != 1:
         x = x.contiguous()
     pairs = n * slots

@@ -1,9 +1,9 @@
 """The fused sampler: temperature, top-k, top-p, min-p and the draw in one kernel, one program a row.
 
 Rows that keep few candidates draw from those, which `select_top_k` has picked; the others from the whole row. A pass
-over a row leaves the weight of every block of 512 tokens in a scratch row: a draw looks at the blocks' cumulative sum, then
-at one block. The nucleus is never computed: a token that was drawn is accepted if less than top_p of all weight lies
-above it, else the next draw is among the tokens above it (see kernels/reference/sampling.py).
+over a row leaves the weight of every block of 512 tokens in a scratch row: a draw looks at the blocks' cumulative sum,
+then at one block. The nucleus is never computed: a token that was drawn is accepted if less than top_p of all weight
+lies above it, else the next draw is among the tokens above it (see kernels/reference/sampling.py).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepinfer.kernels.reference.quant import fp8_round_trip
 from deepinfer.kernels.registry import operation
 
 
@@ -13,6 +14,12 @@ from deepinfer.kernels.registry import operation
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [N, K] @ weight [O, K] transposed -> [N, O]."""
     return F.linear(x, weight)
+
+
+@operation
+def round_fp8(x: Tensor) -> Tensor:
+    """What an FP8 linear sees of its activations: E4M3, one power-of-two scale per 32 values of x [..., K]."""
+    return fp8_round_trip(x)
 
 
 @operation

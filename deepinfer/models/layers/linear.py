@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepinfer.kernels import ops
-from deepinfer.kernels.reference.quant import fp8_round_trip
 
 
 def quantized_linear(x: Tensor, weight: Tensor, quantize_activations: bool) -> Tensor:
     """x @ weight.T, with the activation rounded to FP8 (1 x 32 groups) first when the switch is on."""
-    return ops.linear(fp8_round_trip(x) if quantize_activations else x, weight)
+    return ops.linear(ops.round_fp8(x) if quantize_activations else x, weight)
