@@ -54,6 +54,16 @@ def overlap(context: typer.Context) -> None:
     _run("overlap", context.args)
 
 
+@app.command(
+    context_settings=_FORWARD,
+    add_help_option=False,
+    epilog=examples("deepinfer bench graphs --device cuda", "deepinfer bench graphs --device cuda --synthetic v41"),
+)
+def graphs(context: typer.Context) -> None:
+    """Decode steps as CUDA graphs: what capturing costs, and a step beside one that is launched kernel by kernel."""
+    _run("graphs", context.args)
+
+
 @app.command(epilog=examples("deepinfer bench latency", "deepinfer bench latency --batch-sizes 1,32 --save"))
 def latency(
     model: str = typer.Option("nano", help="`nano` or a checkpoint folder."),
