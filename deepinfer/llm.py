@@ -5,7 +5,7 @@ outputs = LLM(model="nano").generate("Once upon a time", SamplingParams(max_toke
 print(outputs[0].outputs[0].text)
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -17,9 +17,10 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import load_engine, resolve_model
 from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.params import SamplingParams
-from deepinfer.recipe import Detokenizer, StopStrings, Tokenizer
+from deepinfer.recipe import Detokenizer, StopStrings, Tokenizer, encode_prompt, render_chat
 
 Prompt: TypeAlias = str | Sequence[int]
+Message: TypeAlias = Mapping[str, Any]
 
 
 class LLM:
@@ -106,6 +107,38 @@ class LLM:
             for request_id in by_id:  # only an exception leaves any
                 self.engine.abort_request(request_id)
         return [result.output for result in results]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several; otherwise as `generate`.
+
+        Args:
+            messages: Chat Completions messages of one conversation, or a list of conversations.
+            options: of the prompt, for all of them: tools, thinking, reasoning_effort, tool_choice (see
+                `recipe.render_chat`). The text of an output is what the model wrote: reasoning before `</think>`,
+                tool calls as markup; `recipe.StreamParser` takes it apart.
+
+        Raises:
+            ValueError: naming the field and the conversation's number; then nothing has been run.
+        """
+        if self.tokenizer is None:
+            raise ValueError("messages need a tokenizer, this model has none")
+        several = _listed("messages", messages, "messages of a conversation")
+        conversations = [several] if several and isinstance(several[0], Mapping) else several
+        prompts = []
+        for number, conversation in enumerate(conversations):
+            try:
+                prompt = render_chat(conversation, model_version=self.tokenizer.model_version, **options)
+                prompts.append(encode_prompt(prompt, self.tokenizer))
+            except ValueError as error:
+                where = f"conversation {number}: " if len(conversations) > 1 else ""
+                raise ValueError(f"{where}{getattr(error, 'param', None) or 'messages'}: {error}") from None
+        return self.generate(prompts, sampling_params, progress)
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):

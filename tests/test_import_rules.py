@@ -11,15 +11,16 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deepinfer"
 
 # What each part may import of deepinfer besides itself.  A new package must be added here.
-SHARED = {"errors", "envs", "params", "outputs", "config"}
+SHARED = {"errors", "envs", "params", "outputs", "config", "terminal"}
 HOST = SHARED | {"engine", "models", "kernels", "sampling", "observability"}
 ALLOWED = {
     "errors": set(),
     "envs": set(),
+    "terminal": set(),
     "params": {"errors"},
     "outputs": set(),
     "config": {"errors", "envs"},
-    "kernels": {"errors", "envs", "config"},
+    "kernels": {"errors", "envs", "config", "terminal"},
     "models": SHARED | {"kernels"},
     "sampling": SHARED | {"kernels"},
     "observability": SHARED,

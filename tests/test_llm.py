@@ -1,12 +1,14 @@
 """The offline API over a tiny random checkpoint."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deepinfer import LLM, SamplingParams
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
+from deepinfer.recipe import encode_prompt, render_chat
 from tests.checkpoints import write_tiny_checkpoint
 from tests.engine.test_engine_workloads import assert_idle, make_engine
 from tests.engine.toy_model import ToyRunner
@@ -198,3 +200,37 @@ def test_an_interrupt_leaves_an_idle_engine(tmp_path: Path) -> None:
     assert_idle(engine)
     engine.runner.run = run
     assert len(llm.generate([1], GREEDY)[0].outputs[0].token_ids) == 12
+
+
+def test_chat_is_generate_over_the_rendered_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6)
+    first: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    second: list[Any] = [{"role": "user", "content": "how are you?"}]
+    assert llm.tokenizer is not None
+    prompts = [encode_prompt(render_chat(one, thinking=True), llm.tokenizer) for one in (first, second)]
+    expected = llm.generate(prompts, params)
+    found = llm.chat([first, second], params, thinking=True)
+    assert [one.prompt_token_ids for one in found] == prompts
+    assert [one.outputs[0].text for one in found] == [one.outputs[0].text for one in expected]
+    (alone,) = llm.chat(first, params, thinking=True)
+    assert alone.outputs[0].token_ids == expected[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "needle"),
+    [
+        ("hi", {}, "messages must be"),
+        ([{"role": "nobody", "content": "hi"}], {}, "messages"),
+        ([[{"role": "user", "content": "hi"}], [{"role": "user", "content": 5}]], {}, "conversation 1: messages"),
+        ([{"role": "user", "content": "hi"}], {"tools": [{"type": "x"}]}, "tools"),
+    ],
+)
+def test_a_bad_conversation_is_named(llm: LLM, messages: Any, options: dict[str, Any], needle: str) -> None:
+    with pytest.raises(ValueError, match=needle):
+        llm.chat(messages, **options)
+
+
+def test_chat_needs_a_tokenizer() -> None:
+    llm = LLM.from_engine(make_engine(4, 40, 4, 16, 64))
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        llm.chat([{"role": "user", "content": "hi"}])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer.commands.units import parse_bytes, parse_count
+from deepinfer.terminal import waiting
 
 if TYPE_CHECKING:
     from deepinfer.config.engine import EngineConfig
@@ -176,18 +176,6 @@ def running_engine(model: str, config: EngineConfig) -> Iterator[TextEngine]:
         yield engine
     finally:
         engine.engine.close()
-
-
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Say on the terminal what takes a while, and remove it afterwards.  Nothing where standard error is a file."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"{what} ..."):
-        yield
 
 
 def parse_numbers(text: str, field: str) -> list[int]:

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from deepinfer import envs
+from deepinfer.terminal import waiting
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall")
@@ -98,7 +99,8 @@ def build(index: int, target: Path) -> None:
     compile_flags, link_flags = VARIANTS[index]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+        note = waiting("compiling the CPU kernels, once on this machine")
+        with note, tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
             objects = [f"{folder}/{source.stem}.o" for source in _sources()]
             commands = [
                 [*compiler, *FLAGS, *FILE_FLAGS.get(source.name, ()), *compile_flags, "-c", str(source), "-o", out]
