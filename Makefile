@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help install install-dev demo test test-slow test-gpu test-web lint bench clean
+.PHONY: help install install-dev demo test test-slow test-gpu test-web test-schema lint bench clean
 
 help:
 	@echo "make demo       install if needed, then stream an answer from the nano model"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make test-web   the tests of the web page in Chromium, if it is installed"
+	@echo "make test-schema  schemathesis over the server's OpenAPI schema: no 5xx (some minutes)"
 	@echo "make bench      measure throughput on this machine and print the results table"
 	@echo "make clean      remove $(VENV) and the caches"
 
@@ -53,6 +54,10 @@ test-gpu: install-dev
 test-web: install-dev
 	@$(BIN)/python -m pip install --quiet -e '.[web]'
 	$(BIN)/python -m pytest -m web
+
+test-schema: install-dev
+	@$(BIN)/python -m pip install --quiet -e '.[schema]'
+	SCHEMA_EXAMPLES=100 $(BIN)/python -m pytest -m slow tests/server/test_schema.py
 
 bench: install-dev
 	$(BIN)/deepinfer bench throughput
