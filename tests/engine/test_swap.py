@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import initialize
 from torch import Tensor
 
 from deepinfer.config.engine import EngineConfig
@@ -21,7 +23,7 @@ from deepinfer.models.random_weights import random_weights
 from deepinfer.outputs import RequestMetrics, RequestOutput
 from deepinfer.params import SamplingParams
 from tests.configs import tiny_config, tiny_token_map
-from tests.engine.test_engine_workloads import assert_idle, make_engine, record
+from tests.engine.test_engine_workloads import EngineMachine, Expected, assert_idle, make_engine, record
 from tests.engine.toy_model import VOCAB_SIZE, greedy_oracle
 
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
@@ -202,3 +204,29 @@ def test_the_real_model_with_swapping_equals_itself_without_preemption(kv_cache_
         assert (engine.stats().num_preemptions > 0) == (num_blocks == 24)
         assert (engine.scheduler.swap is not None and engine.scheduler.swap.num_swapped_out > 0) == (mode == "swap")
     assert results[0] == results[1] == results[2]
+
+
+class SwappingMachine(EngineMachine):
+    """The workloads of test_engine_workloads.py, with swapping, overlap and pools of any size."""
+
+    @initialize(
+        block_size=st.sampled_from([3, 8]),
+        num_blocks=st.integers(12, 40),
+        max_num_seqs=st.integers(1, 6),
+        chunk=st.sampled_from([2, 7, 64]),
+        step_tokens=st.integers(4, 200),
+        overlap=st.booleans(),
+        pool_rows=st.integers(4, 40),
+        kind=st.sampled_from(["normal", "completion"]),
+    )
+    def start(self, overlap: bool, pool_rows: int, block_size: int, **sizes: Any) -> None:
+        self.engine = make_engine(
+            block_size=block_size, preemption_mode="swap", swap_memory_bytes=pool_rows * block_size * 8,
+            zero_overhead_scheduling=overlap, **sizes,
+        )  # fmt: skip
+        self.expected: dict[str, Expected] = {}
+        self.got: dict[str, RequestOutput] = {}
+
+
+TestSwappingMachine = SwappingMachine.TestCase
+TestSwappingMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
