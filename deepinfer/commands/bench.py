@@ -141,6 +141,20 @@ def tokenise(
         print(f"wrote {results.save('tokenise', records)}")
 
 
+@app.command(epilog=examples("deepinfer bench kernels", "deepinfer bench kernels --only sampler,top_k --save"))
+def kernels(
+    only: str = typer.Option("sampler,top_k,compile,experts", help="Groups of kernels; also: streaming."),
+    save: bool = typer.Option(False, "--save", help="Write benchmarks/results/kernels.json."),
+) -> None:
+    """The GPU kernels at the sizes of V4.1-Flash, each beside its baseline and the copy bandwidth."""
+    from deepinfer.bench import kernels as benchmark
+    from deepinfer.bench import results
+
+    records = benchmark.measure([group.strip() for group in only.split(",")])
+    if save:
+        print(f"wrote {results.save('kernels', records)}")
+
+
 @app.command(epilog=examples("deepinfer bench report", "deepinfer bench report nano --update"))
 def report(
     area: str = typer.Argument("all", help="File name in benchmarks/results without .json, or `all`."),

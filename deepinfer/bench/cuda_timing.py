@@ -1,0 +1,43 @@
+"""Timing of GPU work alone: CUDA graph replays, so that neither Python nor the launches are in it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+Run = Callable[[], object]
+
+
+def time_us(runs: Sequence[Run], repeats: int = 15) -> float:
+    """Median microseconds of one run; `runs` do the same on different inputs, all in one graph replay."""
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    times = []
+    for _ in range(repeats + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(runs))
+    return statistics.median(times[3:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a large copy on this card, reads and writes counted."""
+    source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_us([lambda: target.copy_(source)], 9) * 1e6
+
+
+def matmul_rate() -> float:
+    """BF16 FLOP/s of a large product on random data."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / time_us([lambda: a @ b], 9) * 1e6
