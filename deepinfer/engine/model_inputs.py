@@ -12,7 +12,7 @@ from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.state_slots import NULL_SLOT
-from deepinfer.engine.step_buffers import StepShape, first_rows, upload_packed
+from deepinfer.engine.step_buffers import StepShape, first_rows, upload
 from deepinfer.models.inputs import HostLengths, ModelInputs
 
 PENDING = -1  # stands for a token that the host does not know yet
@@ -38,7 +38,7 @@ def _prefill_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
     np.cumsum(counts, out=query_start[1:])
     completes = np.array([s.num_computed + n == len(s) for s, n in _chunks(batch)])
     keep_from = decoder_start(batch, config)
-    arrays = [
+    arrays: list[np.ndarray] = [
         np.concatenate([np.array(s.token_ids[s.num_computed : s.num_computed + n]) for s, n in _chunks(batch)]),
         np.concatenate([np.arange(s.num_computed, s.num_computed + n) for s, n in _chunks(batch)]),
         query_start,
@@ -48,7 +48,7 @@ def _prefill_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
         query_start[1:][completes].astype(np.int64) - 1,
         *([] if keep_from is None else [keep_from]),
     ]
-    tensors = upload_packed(arrays, torch.device(config.device))
+    tensors = upload(arrays, torch.device(config.device))
     kept = counts if keep_from is None else np.clip(starts + counts - keep_from, 0, counts)
     lengths = HostLengths(starts, counts, kept)
     return ModelInputs(True, *tensors, lengths=lengths, drop_rows=config.yoco_prefill_truncation_mode == "compact")
@@ -66,14 +66,20 @@ def _decode_inputs(
     state_slots = np.full(shape.rows, NULL_SLOT, np.int32)
     state_slots[:num_rows] = [s.state_slot for s in sequences]
     # A row of padding is a sequence of one token in the null block and the null slot.
-    arrays = [token_ids, positions, (positions + 1).astype(np.int32), state_slots, _block_tables(batch, shape)]
+    arrays: list[np.ndarray] = [
+        token_ids,
+        positions,
+        (positions + 1).astype(np.int32),
+        state_slots,
+        _block_tables(batch, shape),
+    ]
     device = torch.device(config.device)
     if graphs is None:
         arrays += [np.arange(num_rows + 1, dtype=np.int32), np.arange(num_rows)]
-        *parts, query_start, logits_rows = upload_packed(arrays, device)
+        *parts, query_start, logits_rows = upload(arrays, device)
         inputs = ModelInputs(False, parts[0], parts[1], query_start, parts[2], parts[4], parts[3], logits_rows)
     else:
-        upload_packed(arrays, device, graphs.buffers.storage)
+        graphs.buffers.write(arrays)
         inputs = first_rows(graphs.inputs[shape], num_rows)
     if PENDING in token_ids:
         latest = latest_tokens[inputs.state_slots.long()]

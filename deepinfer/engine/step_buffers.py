@@ -7,7 +7,9 @@ PyTorch keeps for reuse and hands out again only when the copy out of it is done
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import torch
@@ -18,38 +20,43 @@ from deepinfer.models.inputs import ModelInputs
 ALIGNMENT = 16  # bytes; kernels may load vectors
 
 
-def packed_size(sizes: list[int]) -> int:
-    """Bytes of regions of `sizes` bytes, each aligned."""
-    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+Part = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a packed tensor
 
 
-def packed_views(buffer: Tensor, parts: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
-    """Contiguous tensors laid one behind the other in `buffer` uint8 [at least packed_size bytes]."""
-    views, offset = [], 0
-    for dtype, shape in parts:
-        size = int(np.prod(shape)) * dtype.itemsize
-        views.append(buffer[offset : offset + size].view(dtype).view(shape))
-        offset += packed_size([size])
-    return views
+def packed_offsets(sizes: Iterable[int]) -> list[int]:
+    """Where regions of `sizes` bytes begin, each aligned, and the bytes of all."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return offsets
 
 
-def upload_packed(arrays: list[np.ndarray], device: torch.device, destination: Tensor | None = None) -> list[Tensor]:
-    """The arrays on the device, through one copy that the host does not wait for.
+def packed_views(buffer: Tensor, parts: list[Part]) -> list[Tensor]:
+    """Contiguous tensors laid one behind the other in `buffer` uint8 [at least as many bytes as they take]."""
+    sizes = [prod(shape) * dtype.itemsize for dtype, shape in parts]
+    return [
+        buffer[offset : offset + size].view(dtype).view(shape)
+        for (dtype, shape), size, offset in zip(parts, sizes, packed_offsets(sizes), strict=False)
+    ]
 
-    Into `destination` uint8 [at least packed_size bytes] there, or new memory. On a CPU new memory is the arrays' own.
-    """
-    if destination is None and device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    tensors = [torch.from_numpy(array) for array in arrays]
-    parts = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-    size = packed_size([array.nbytes for array in arrays])
+
+def pack(arrays: list[np.ndarray], device: torch.device) -> Tensor:
+    """The arrays one behind the other, uint8 on the host, pinned for a copy to a GPU."""
+    *offsets, size = packed_offsets(array.nbytes for array in arrays)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    for view, tensor in zip(packed_views(host, parts), tensors, strict=True):
-        view.copy_(tensor)
-    if destination is None:
-        destination = torch.empty(size, dtype=torch.uint8, device=device)
-    destination[:size].copy_(host, non_blocking=True)
-    return packed_views(destination, parts)
+    raw = host.numpy()
+    for array, offset in zip(arrays, offsets, strict=True):
+        raw[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+    return host
+
+
+def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays on the device, through one copy that the host does not wait for. On a CPU they share the memory."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cpu":
+        return tensors
+    buffer = pack(arrays, device).to(device, non_blocking=True)
+    return packed_views(buffer, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class StepShape:
     rows: int
     blocks: int
 
-    def parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    def parts(self) -> list[Part]:
         """token_ids, positions, context_lens, state_slots, block_tables."""
         rows = (self.rows,)
         return [
@@ -71,7 +78,7 @@ class StepShape:
         ]
 
     def num_bytes(self) -> int:
-        return packed_size([int(np.prod(shape)) * dtype.itemsize for dtype, shape in self.parts()])
+        return packed_offsets(prod(shape) * dtype.itemsize for dtype, shape in self.parts())[-1]
 
 
 class StepBuffers:
@@ -81,6 +88,11 @@ class StepBuffers:
         self.storage = torch.zeros(largest.num_bytes(), dtype=torch.uint8, device=device)
         self._query_start = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
         self._logits_rows = torch.arange(largest.rows, device=device)
+
+    def write(self, arrays: list[np.ndarray]) -> None:
+        """Fill the buffer with the parts of a shape, by one copy that the host does not wait for."""
+        packed = pack(arrays, self.storage.device)
+        self.storage[: len(packed)].copy_(packed, non_blocking=True)
 
     def inputs(self, shape: StepShape) -> ModelInputs:
         """Inputs of a step of this shape, whatever the buffer holds at the moment."""
