@@ -15,6 +15,7 @@ from typing import Literal
 
 from deepinfer.engine.engine import Engine, EngineStats
 from deepinfer.engine.mailbox import Deliver, Leave, News, outputs_of
+from deepinfer.engine.messages import ExpertCommand, ExpertReport, record_experts
 from deepinfer.errors import EngineStoppedError
 from deepinfer.observability.stats import StatsLogger
 from deepinfer.outputs import RequestOutput
@@ -95,6 +96,11 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """End a request from outside; its consumer gets a last output with finish reason "abort"."""
         self._inbox.put(partial(self._abort, request_id))
+
+    async def record_experts(self, command: ExpertCommand) -> ExpertReport:
+        """Start, stop or show the record of how many tokens each expert got.  Raises EngineStoppedError."""
+        self._check_running()
+        return record_experts(self._engine.observer.stats.experts, command)
 
     def stats(self) -> EngineStats:
         """A snapshot, read without stopping the engine."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,11 +29,15 @@ from deepinfer.engine.messages import (
     AddRequest,
     Connection,
     EngineMessage,
+    ExpertCommand,
+    ExpertReport,
     Failed,
     Heartbeat,
     Output,
     Ready,
+    RecordExperts,
     Refused,
+    ServerMessage,
     Start,
     StepOutputs,
     output_from_wire,
@@ -118,6 +123,7 @@ class EngineClient:
         self._silence = envs.get("DEEPINFER_ENGINE_TIMEOUT")
         self._requests: dict[int, _Request] = {}
         self._numbers: dict[str, int] = {}  # of the requests in progress
+        self._expert_reports: deque[asyncio.Future[ExpertReport]] = deque()  # asked for, in this order
         self._next_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog: asyncio.TimerHandle | None = None
@@ -227,6 +233,15 @@ class EngineClient:
         if request_id in self._numbers:
             self._send(Abort(self._numbers[request_id]))
 
+    async def record_experts(self, command: ExpertCommand) -> ExpertReport:
+        """Start, stop or show the record of how many tokens each expert got.  Raises EngineStoppedError."""
+        self.attach()
+        self._check_running()
+        report: asyncio.Future[ExpertReport] = asyncio.get_running_loop().create_future()
+        self._expert_reports.append(report)
+        self._send(RecordExperts(command))
+        return await asyncio.shield(report)  # the answer comes in any case, and must find its place
+
     def stats(self) -> EngineStats:
         """As of the latest step."""
         return self._stats
@@ -286,7 +301,7 @@ class EngineClient:
         self._process.kill()
         return self._process.wait()
 
-    def _send(self, message: Start | AddRequest | Abort) -> None:
+    def _send(self, message: ServerMessage) -> None:
         try:
             self._connection.send(message)
         except OSError:
@@ -330,6 +345,8 @@ class EngineClient:
         elif isinstance(message, Heartbeat):
             self._stats = message.stats
             self.statistics.update(message.window, message.totals)
+        elif isinstance(message, ExpertReport):
+            self._expert_reports.popleft().set_result(message)
         elif isinstance(message, Refused):
             request = self._requests.get(message.number)
             if request is not None:
@@ -395,6 +412,8 @@ class EngineClient:
             self._restart = self._loop.create_task(self._restart_after_death())
         self._stats = replace(self._stats, num_waiting=0, num_running=0, num_free_blocks=self._stats.num_blocks)
         self.statistics.restart()
+        while self._expert_reports:
+            self._expert_reports.popleft().set_exception(EngineStoppedError(self._reason))
         requests, self._requests, self._numbers = self._requests, {}, {}
         for request in requests.values():
             request.deliver(EngineStoppedError(self._reason))

@@ -9,10 +9,11 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from deepinfer.observability.expert_record import ExpertRecord
 from deepinfer.observability.stats import WindowStats
 from deepinfer.outputs import (
     CompletionOutput,
@@ -23,6 +24,8 @@ from deepinfer.outputs import (
     TokenLogprob,
 )
 from deepinfer.params import SamplingParams
+
+ExpertCommand = Literal["start", "stop", "dump"]
 
 _LENGTH = struct.Struct("!I")
 _RECEIVE_BYTES = 1 << 20
@@ -53,7 +56,13 @@ class Abort(_Message, tag=3):
     number: int
 
 
-ServerMessage = Start | AddRequest | Abort
+class RecordExperts(_Message, tag=4):
+    """Answered with an ExpertReport, whatever the command."""
+
+    command: ExpertCommand
+
+
+ServerMessage = Start | AddRequest | Abort | RecordExperts
 
 
 class Ready(_Message, tag=1):
@@ -112,7 +121,25 @@ class Heartbeat(_Message, tag=5):
     totals: dict[str, float]
 
 
-EngineMessage = Ready | Failed | Refused | StepOutputs | Heartbeat
+class ExpertReport(_Message, tag=6):
+    """The expert record of the engine's statistics; `counts` [layers][experts] only if they were asked for."""
+
+    is_recording: bool
+    num_steps: int
+    counts: list[list[int]] | None = None
+
+
+EngineMessage = Ready | Failed | Refused | StepOutputs | Heartbeat | ExpertReport
+
+def record_experts(experts: ExpertRecord, command: ExpertCommand) -> ExpertReport:
+    """Obey the command; in the engine's thread."""
+    if command == "start":
+        experts.start()
+    elif command == "stop":
+        experts.stop()
+    dumped = command == "dump" and experts.counts is not None
+    return ExpertReport(experts.is_recording, experts.num_steps, experts.counts.tolist() if dumped else None)
+
 
 _DEFAULT_PARAMS = SamplingParams()
 _PARAM_NAMES = [field.name for field in fields(SamplingParams) if field.init]

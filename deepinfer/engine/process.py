@@ -24,11 +24,13 @@ from deepinfer.engine.messages import (
     Failed,
     Heartbeat,
     Ready,
+    RecordExperts,
     Refused,
     ServerMessage,
     Start,
     StepOutputs,
     output_to_wire,
+    record_experts,
 )
 from deepinfer.engine.output_pool import RequestOutputPool
 from deepinfer.observability.log_format import log_handler
@@ -155,6 +157,8 @@ class EngineLoop:
                     self.engine.add_request(str(message.number), message.prompt_token_ids, params)
                 except ValueError as error:
                     self.connection.send(Refused(message.number, str(error)))
+            elif isinstance(message, RecordExperts):
+                self.connection.send(record_experts(self.engine.observer.stats.experts, message.command))
             elif isinstance(message, Abort):
                 output = self.engine.abort_request(str(message.number))
                 if output is not None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepinfer.observability.expert_record import ExpertRecord
+
 logger = logging.getLogger("deepinfer.stats")
 
 BUCKETS = 20
@@ -109,6 +111,7 @@ class StatsLogger:
         self.interval = interval
         self.totals: dict[str, float] = {}  # since the start, by the name of the sum
         self.latest = StepStats(0, 0, 0, 0, 0.0, 0)
+        self.experts = ExpertRecord()
         self._window = window
         self._clock = clock
         self._started = self._last_line = clock()
@@ -133,6 +136,7 @@ class StatsLogger:
             self._add("accepted", step.accepted_tokens, now)
         if step.expert_counts is not None:
             self._add("moe_balance", moe_balance(step.expert_counts), now)
+            self.experts.add(step.expert_counts)
         self._count_step(step.num_prompt_tokens + step.num_output_tokens)
         self.latest = step
         if self.interval and now - self._last_line >= self.interval:

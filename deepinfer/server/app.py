@@ -15,6 +15,7 @@ from deepinfer.server import (
     chat,
     completions,
     control,
+    experts,
     inference,
     messages,
     misc,
@@ -29,7 +30,20 @@ from deepinfer.server.middleware import OPEN_PATHS, CountRequests, GiveRequestId
 from deepinfer.server.state import ServerState
 from deepinfer.server.web import routes as web_page
 
-ROUTERS = (chat, completions, responses, messages, native, inference, tokens, parsers, misc, operations, control)
+ROUTERS = (
+    chat,
+    completions,
+    responses,
+    messages,
+    native,
+    inference,
+    tokens,
+    parsers,
+    misc,
+    operations,
+    control,
+    experts,
+)
 
 
 def create_app(state: ServerState, allowed_origins: tuple[str, ...] = (), web: bool = True) -> FastAPI:

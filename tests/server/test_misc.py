@@ -93,7 +93,8 @@ def test_the_description_of_the_api_lists_every_route(server: Server) -> None:
         "/inference/v1/generate",
         "/get_model_info", "/generate", "/parse_function_call", "/separate_reasoning", "/abort_requests",
         "/abort_request", "/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/flush_cache", "/start_profile",
-        "/stop_profile",
+        "/stop_profile", "/start_expert_distribution_record", "/stop_expert_distribution_record",
+        "/dump_expert_distribution_record",
     }  # fmt: skip
     assert not re.search(r'"\$ref": "#/\$defs', str(document))
     schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]

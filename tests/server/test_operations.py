@@ -1,5 +1,6 @@
 """Readiness, load, aborting, pausing, cache reset, profiles, request IDs, CORS and draining."""
 
+import json
 import signal
 import socket
 import threading
@@ -238,3 +239,40 @@ def test_a_draining_server_says_so_and_finishes(checkpoint: Path) -> None:
     thread.join(timeout=60)
     assert answers[0].status_code == 200 and answers[0].json()["usage"]["completion_tokens"] == 600
     assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("options", [(), ("--in-process",)], ids=["process", "thread"])
+def test_the_experts_are_recorded(checkpoint: Path, options: tuple[str, ...]) -> None:
+    """Every counted token went to as many experts of each layer as the model activates."""
+    config = json.loads((checkpoint / "config.json").read_text())["text_config"]
+    server = start_server(checkpoint, "--served-model-name", MODEL, *options)
+
+    def ask(command: str) -> httpx.Response:
+        return httpx.post(f"{server.url}/{command}_expert_distribution_record")
+
+    def generate() -> None:
+        httpx.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 200}, timeout=60)
+
+    try:
+        generate()
+        assert check_shape(ask("dump"), 400)["code"] == "nothing_recorded", "nobody asked to record that"
+        assert ask("start").json() == {"is_recording": True}
+        deadline = time.monotonic() + 30
+        while ask("dump").status_code == 400:
+            generate()
+            assert time.monotonic() < deadline
+        assert ask("stop").json() == {"is_recording": False}
+        told = ask("dump").json()
+        counts = told["logical_count"]
+        assert told["num_steps"] >= 1 and not told["is_recording"]
+        assert {len(layer) for layer in counts} == {config["n_routed_experts"]}
+        assert len({sum(layer) for layer in counts}) == 1 and sum(counts[0]) > 0
+        assert sum(counts[0]) % config["num_experts_per_tok"] == 0
+        time.sleep(0.3)
+        generate()
+        assert ask("dump").json() == told, "it has stopped"
+        assert ask("start").json() == {"is_recording": True}
+        assert ask("dump").status_code == 400, "and begins anew"
+    finally:
+        server.process.terminate()
+        server.process.wait(timeout=30)
