@@ -51,7 +51,19 @@ def _prefill_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
     tensors = upload(arrays, torch.device(config.device))
     kept = counts if keep_from is None else np.clip(starts + counts - keep_from, 0, counts)
     lengths = HostLengths(starts, counts, kept)
-    return ModelInputs(True, *tensors, lengths=lengths, drop_rows=config.yoco_prefill_truncation_mode == "compact")
+    return ModelInputs(
+        is_prefill=True,
+        token_ids=tensors[0],
+        positions=tensors[1],
+        query_start=tensors[2],
+        context_lens=tensors[3],
+        block_tables=tensors[4],
+        state_slots=tensors[5],
+        logits_rows=tensors[6],
+        keep_from=None if keep_from is None else tensors[7],
+        lengths=lengths,
+        drop_rows=config.yoco_prefill_truncation_mode == "compact",
+    )
 
 
 def _decode_inputs(
