@@ -81,6 +81,11 @@ NumBlocks = Annotated[
     ),
 ]
 CacheMemory = Annotated[str | None, _engine("Memory for the KV cache, e.g. 2GiB.")]
+PreemptionMode = Annotated[
+    str | None, _engine("When the cache is full: recompute a sequence later, or swap it to host memory.")
+]
+SwapMemory = Annotated[str | None, _engine("Host memory for --preemption-mode swap, e.g. 4GiB.")]
+PrefillStepMs = Annotated[float | None, _engine("Most milliseconds of one prefill step, by measured cost.")]
 
 Group = dict[str, tuple[Any, Any]]  # option -> (type, default)
 
@@ -193,6 +198,7 @@ def make_engine_config(
     max_num_batched_tokens: str | None = None,
     prefill_chunk_size: str | None = None,
     cache_memory: str | None = None,
+    swap_memory: str | None = None,
     **given: Any,
 ) -> EngineConfig:
     """EngineConfig from command-line values; None means the default.  Raises ValueError naming the field."""
@@ -210,4 +216,6 @@ def make_engine_config(
             values[name] = parse_count(text, "--" + name.replace("_", "-"))
     if cache_memory is not None:
         values["cache_memory_bytes"] = parse_bytes(cache_memory, "--cache-memory")
+    if swap_memory is not None:
+        values["swap_memory_bytes"] = parse_bytes(swap_memory, "--swap-memory")
     return EngineConfig(**values)

@@ -46,7 +46,9 @@ def run_batch(
     that there are some.
     """
     requests = read_requests(input_file)
-    failed = asyncio.run(answer_all(requests, model, options.make_engine_config(**engine), output_file))
+    failed = asyncio.run(
+        answer_all(requests, model, options.make_engine_config(kind="completion", **engine), output_file)
+    )
     print(f"{len(requests) - failed} answered, {failed} failed: {output_file}", file=sys.stderr)
     raise typer.Exit(1 if failed else 0)
 

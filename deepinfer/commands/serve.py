@@ -180,6 +180,9 @@ def serve(
     device: options.Device = None,
     num_blocks: options.NumBlocks = None,
     cache_memory: options.CacheMemory = None,
+    preemption_mode: options.PreemptionMode = None,
+    swap_memory: options.SwapMemory = None,
+    prefill_step_ms: options.PrefillStepMs = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's Chat Completions, Completions and Responses, Anthropic's Messages."""
     levels = ("critical", "error", "warning", "info", "debug")
@@ -203,6 +206,9 @@ def serve(
         device=device,
         num_blocks=num_blocks,
         cache_memory=cache_memory,
+        preemption_mode=preemption_mode,
+        swap_memory=swap_memory,
+        prefill_step_ms=prefill_step_ms,
     )
     if profiler_port is not None:
         os.environ["DEEPINFER_PROFILER_PORT"] = str(profiler_port)

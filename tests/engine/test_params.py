@@ -28,6 +28,8 @@ BAD = {
     "n": [0, 129, True, 1.0],
     "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: NAN}, {5: 101}, {5: True}, [(5, 1.0)]],
     "stop": ["", [""], [1], 5],
+    "priority": [2**31, -(2**31), True, 1.0, "low", None],
+    "deadline_seconds": [0, -1, NAN, INF, True, "soon"],
 }
 
 
