@@ -336,6 +336,16 @@ def round_fp8(g: torch.Generator) -> Iterator[Case]:
     yield (normal(g, 6, 4, 64)[:, 1:3],)
 
 
+def entry_slots(g: torch.Generator) -> Iterator[Case]:
+    for n, count, entries in ((1, 1, 1), (3, 8, 64), (5, 0, 2), (0, 4, 2), (4, 1500, 128)):
+        tables = integers(g, 0, 1000, 3, 12)
+        wider = integers(g, 0, 1000, 3, 20)[:, 4:16]
+        owner = integers(g, 0, 3, n)
+        positions = integers(g, -1, 12 * entries, n, count)
+        yield positions, tables, owner, entries
+        yield positions.long(), wider, owner.long(), entries
+
+
 CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
     f.__name__: f
     for f in (
@@ -343,6 +353,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         draw_tokens,
         engram_gate,
         engram_hash,
+        entry_slots,
         hc_post,
         hc_post_pre,
         hc_pre,
@@ -365,6 +376,6 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
 }
 # Operations whose results are integers, masks or stored formats: every backend agrees exactly.
 EXACT = {
-    "candidate_blocks", "engram_hash", "load_rows", "mask_to_candidates", "round_fp8", "round_trip_rows", "store_rows",
-    "top_k_positions",
+    "candidate_blocks", "engram_hash", "entry_slots", "load_rows", "mask_to_candidates", "round_fp8",
+    "round_trip_rows", "store_rows", "top_k_positions",
 }  # fmt: skip

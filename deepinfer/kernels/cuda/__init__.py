@@ -14,6 +14,7 @@ from deepinfer.kernels.cuda import (
     indexer,
     moe,
     sampling,
+    step,
     top_k,
 )
 
@@ -26,5 +27,6 @@ __all__ = [
     "indexer",
     "moe",
     "sampling",
+    "step",
     "top_k",
 ]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.kernels import ops
 from deepinfer.models.inputs import HostLengths, ModelInputs
 
 
@@ -108,13 +109,7 @@ class StepMetadata:
 
     def cache_slots(self, positions: Tensor, entries: int) -> Tensor:
         """Physical slots of compressed positions int32 [N, K] (-1 kept) in a cache of `entries` a block."""
-        return entry_slots(positions, self.inputs.block_tables, self.sequence_of_row, entries)
-
-
-def entry_slots(positions: Tensor, block_tables: Tensor, sequence_of_row: Tensor, entries: int) -> Tensor:
-    """int32 [N, K] physical slots of compressed positions [N, K] (-1 kept) in a cache of `entries` a block."""
-    tables = block_tables[sequence_of_row.long().unsqueeze(1), positions.clamp_min(0) // entries]
-    return torch.where(positions >= 0, tables * entries + positions % entries, -1).to(torch.int32)
+        return ops.entry_slots(positions, self.inputs.block_tables, self.sequence_of_row, entries)
 
 
 @dataclass(frozen=True)

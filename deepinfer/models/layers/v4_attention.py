@@ -14,7 +14,6 @@ from torch import Tensor
 from deepinfer.config.model_v4 import LayerPlanV4, ModelConfigV4
 from deepinfer.kernels import ops
 from deepinfer.models.layers.attention import attend, grouped_projection
-from deepinfer.models.layers.step import entry_slots
 from deepinfer.models.layers.v4_caches import CachesV4
 from deepinfer.models.layers.v4_compressor import CompressorV4
 from deepinfer.models.layers.v4_step import StepMetadataV4
@@ -43,7 +42,7 @@ class IndexerV4:
         if scores.shape[1] == 0:
             return None
         positions = ops.top_k_positions(scores, min(config.index_topk, scores.shape[1]))
-        return entry_slots(positions, step.inputs.block_tables, step.sequence_of_row, keys.shape[1])
+        return ops.entry_slots(positions, step.inputs.block_tables, step.sequence_of_row, keys.shape[1])
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model_v4 import AttentionKind, LayerPlanV4, ModelConfigV4
+from deepinfer.kernels import ops
 from deepinfer.models.inputs import ModelInputs
-from deepinfer.models.layers.step import Geometry, Rotation, WindowPlan, entry_slots, expand, window_plan
+from deepinfer.models.layers.step import Geometry, Rotation, WindowPlan, expand, window_plan
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _group_plan(
     if plan.kind is AttentionKind.HEAVY:
         every = torch.arange(most_visible, device=group.device)
         every = torch.where(every < visible.unsqueeze(1), every, -1)
-        visible_slots = entry_slots(every, inputs.block_tables, g.owner, entries)
+        visible_slots = ops.entry_slots(every, inputs.block_tables, g.owner, entries)
     return GroupPlan(
         visible=visible.to(torch.int32),
         members=members,
