@@ -1,0 +1,284 @@
+// Logits of the lightning indexer: out[t, s] = scale[s] x sum over heads of w[t, h] x relu(q[t, h] . k[s]), q and k in E4M3.
+//
+// Keys are the rows of the tensor cores' product, the heads of TOKENS tokens its columns; PRODUCTS of them keep a tile of 128
+// keys busy. One warpgroup feeds query and key tiles with the bulk copy engine, two multiply 64 keys each: while one product
+// runs, the sums of the one before are rectified, weighted and added up over the heads in registers.
+//
+// PAGED 0: keys [S, 128] and scales [S]; token t sees the keys of [starts[t], ends[t]); work is cut into tiles of
+// TOKENS x PRODUCTS tokens and chunks of keys. PAGED 1: TOKENS x PRODUCTS tokens of each sequence, its keys in pages of 64
+// (64 rows of 128 bytes, then 64 float scales); token t sees ends[t] keys; each block gets an equal run of all tiles.
+// Macros: PAGED, HEADS, TOKENS, PRODUCTS, STAGES.
+
+#include "products.cuh"
+#include "tma.cuh"
+
+#define KEYS 128
+#define COLUMNS (HEADS * TOKENS)
+#define QUERY_TOKENS (TOKENS * PRODUCTS)
+#define QUERY_BYTES (QUERY_TOKENS * HEADS * 128)
+#define KEY_BYTES (KEYS * 128)
+#define KEY_SCALES (2 * QUERY_BYTES + STAGES * KEY_BYTES)
+#define BARRIERS (KEY_SCALES + STAGES * KEYS * 4)
+#define STARTS (BARRIERS + (2 * STAGES + 4) * 8)
+#define MAX_SEQUENCES 1024
+#define PAGE 64
+#define PAGE_ROWS 66  // of 128 bytes: its keys and their scales
+
+struct Params {
+    const float* weights;     // [tokens, HEADS]
+    const int *starts, *ends;
+    float* out;               // [tokens, out_stride]
+    const u8* pages;          // PAGED
+    const int* block_table;   // [sequences, table_stride]; PAGED
+    long long out_stride;
+    int tokens, keys, chunk, table_stride;  // chunk: key tiles of one piece of work
+    int clean;                // write -inf where no token of a tile sees a key
+};
+
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    DEVICE void next(int stages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+// Tokens from `token` on times key tiles [first, end); sequence: row of the block table.
+struct Work {
+    int token, first, end, sequence;
+};
+
+// The pieces of work of this block, in order.
+struct Walk {
+#if PAGED
+    int at, last, sequence = 0;
+    const int* starts;
+    DEVICE Walk(const Params& p, const int* starts) : starts(starts) {
+        long long total = starts[p.tokens / QUERY_TOKENS];
+        at = (int)(total * blockIdx.x / gridDim.x), last = (int)(total * (blockIdx.x + 1) / gridDim.x);
+    }
+    DEVICE bool next(const Params& p, Work& work) {
+        if (at >= last) return false;
+        while (starts[sequence + 1] <= at) sequence++;
+        work.sequence = sequence, work.token = sequence * QUERY_TOKENS;
+        work.first = at - starts[sequence], work.end = min(last, starts[sequence + 1]) - starts[sequence];
+        at = starts[sequence] + work.end;
+        return true;
+    }
+#else
+    int at;
+    DEVICE Walk(const Params&, const int*) : at(blockIdx.x) {}
+    DEVICE bool next(const Params& p, Work& work) {
+        const int tiles = (p.keys + KEYS - 1) / KEYS, chunks = (tiles + p.chunk - 1) / p.chunk;
+        const int groups = (p.tokens + QUERY_TOKENS - 1) / QUERY_TOKENS;
+        if (at >= groups * chunks) return false;
+        const int chunk = at / groups;
+        work.token = (at - chunk * groups) * QUERY_TOKENS;
+        work.first = chunk * p.chunk, work.end = min(tiles, work.first + p.chunk), work.sequence = 0;
+        at += gridDim.x;
+        return true;
+    }
+#endif
+};
+
+// Narrows work to the tiles in which some token sees a key.
+DEVICE Work seen_part(const Params& p, const Work& work) {
+    int low = 0x7FFFFFFF, high = 0;
+    for (int t = work.token; t < min(work.token + QUERY_TOKENS, p.tokens); t++) {
+        const int start = PAGED ? 0 : __ldg(p.starts + t), end = __ldg(p.ends + t);
+        if (start < end) low = min(low, start), high = max(high, end);
+    }
+    Work seen = work;
+    if (!PAGED) high = min(high, p.keys);
+    seen.first = max(work.first, min(low, high) / KEYS);
+    seen.end = min(work.end, (high + KEYS - 1) / KEYS);
+    if (seen.end < seen.first) seen.end = seen.first;
+    return seen;
+}
+
+DEVICE void feed(const Params& p, const TensorMap* query_map, const TensorMap* key_map, const TensorMap* scale_map,
+                 const int* starts, u32 shared) {
+    const u32 full = shared + BARRIERS, empty = full + STAGES * 8, query_full = empty + STAGES * 8, query_empty = query_full + 16;
+    Ring ring, queries;
+    Walk walk(p, starts);
+    for (Work work; walk.next(p, work);) {
+        const Work seen = seen_part(p, work);
+        if (seen.first >= seen.end) continue;
+        barrier_wait(query_empty + queries.stage * 8, queries.parity ^ 1);
+        barrier_expect(query_full + queries.stage * 8, QUERY_BYTES);
+        load_box(shared + queries.stage * QUERY_BYTES, query_map, 0, work.token * HEADS, query_full + queries.stage * 8);
+        queries.next(2);
+        for (int tile = seen.first; tile < seen.end; tile++, ring.next(STAGES)) {
+            const u32 arrived = full + ring.stage * 8, target = shared + 2 * QUERY_BYTES + ring.stage * KEY_BYTES;
+            const u32 scales = shared + KEY_SCALES + ring.stage * KEYS * 4;
+            barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+            barrier_expect(arrived, KEY_BYTES + KEYS * 4);
+#if PAGED
+            const int* table = p.block_table + (long long)work.sequence * p.table_stride;
+            for (int i = 0; i < KEYS / PAGE; i++) {  // past the table's end: the first page of the tile again
+                const int at = tile * (KEYS / PAGE) + i, page = __ldg(table + (at < p.table_stride ? at : at - i));
+                load_box(target + i * PAGE * 128, key_map, 0, page * PAGE_ROWS, arrived);
+                load_bytes(scales + i * PAGE * 4, p.pages + ((long long)page * PAGE_ROWS + PAGE) * 128, PAGE * 4, arrived);
+            }
+#else
+            load_box(target, key_map, 0, tile * KEYS, arrived);
+            load_box(scales, scale_map, tile * KEYS, 0, arrived);
+#endif
+        }
+    }
+}
+
+// Sums over the heads of one product: sum[t][i] of token t and row i (8 further for i = 1), this lane's columns only.
+DEVICE void weigh(const float (&d)[COLUMNS / 2], const float (&w)[TOKENS][HEADS / 4], float (&sum)[TOKENS][2]) {
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        sum[t][0] = sum[t][1] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < HEADS / 8; j++) {
+            const int at = 4 * (t * (HEADS / 8) + j);
+            sum[t][0] += fmaxf(d[at], 0.0f) * w[t][2 * j];
+            sum[t][1] += fmaxf(d[at + 2], 0.0f) * w[t][2 * j];
+            sum[t][0] += fmaxf(d[at + 1], 0.0f) * w[t][2 * j + 1];
+            sum[t][1] += fmaxf(d[at + 3], 0.0f) * w[t][2 * j + 1];
+        }
+    }
+}
+
+// Adds up over the quad: an even lane gets the upper row, an odd one the lower; lanes 2 and 3 store the odd tokens.
+DEVICE void write_logits(float (&sum)[TOKENS][2], const Params& p, const int (&start)[TOKENS], const int (&end)[TOKENS], int token,
+                         int key, float scale, int c) {
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        const float other = __shfl_xor_sync(~0u, c & 1 ? sum[t][0] : sum[t][1], 1);
+        float x = (c & 1 ? sum[t][1] : sum[t][0]) + other;
+        x += __shfl_xor_sync(~0u, x, 2);
+        const bool seen = key >= start[t] && key < end[t];
+        if (c / 2 == t % 2 && token + t < p.tokens && key < p.keys)
+            p.out[(token + t) * p.out_stride + key] = seen ? x * scale : __int_as_float(0xFF800000);
+    }
+}
+
+DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
+    const u32 full = shared + BARRIERS, empty = full + STAGES * 8, query_full = empty + STAGES * 8, query_empty = query_full + 16;
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
+    const int lane = threadIdx.x % 32, c = lane % 4, row = group * 64 + warp * 16 + lane / 4 + c % 2 * 8;
+    Ring ring, queries;
+    Walk walk(p, starts);
+    for (Work work; walk.next(p, work);) {
+        const Work seen = seen_part(p, work);
+        if (p.clean) {
+            for (int t = work.token; t < min(work.token + QUERY_TOKENS, p.tokens); t++) {
+                float* target = p.out + t * p.out_stride;
+                for (int i = work.first * KEYS + threadIdx.x; i < min(work.end * KEYS, p.keys); i += 256)
+                    if (i < seen.first * KEYS || i >= seen.end * KEYS) target[i] = __int_as_float(0xFF800000);
+            }
+        }
+        if (seen.first >= seen.end) continue;
+        float w[PRODUCTS][TOKENS][HEADS / 4];
+        int start[PRODUCTS][TOKENS], end[PRODUCTS][TOKENS];
+#pragma unroll
+        for (int i = 0; i < QUERY_TOKENS; i++) {
+            const int token = min(work.token + i, p.tokens - 1);
+            start[i / TOKENS][i % TOKENS] = PAGED ? 0 : __ldg(p.starts + token);
+            end[i / TOKENS][i % TOKENS] = __ldg(p.ends + token);
+#pragma unroll
+            for (int j = 0; j < HEADS / 8; j++) {
+                const float2 two = __ldg((const float2*)(p.weights + (long long)token * HEADS + 8 * j + 2 * c));
+                w[i / TOKENS][i % TOKENS][2 * j] = two.x, w[i / TOKENS][i % TOKENS][2 * j + 1] = two.y;
+            }
+        }
+        barrier_wait(query_full + queries.stage * 8, queries.parity);
+        const u64 query = matrix_descriptor(shared + queries.stage * QUERY_BYTES);
+        const u64 keys = matrix_descriptor(shared + 2 * QUERY_BYTES + group * 64 * 128);
+        float d[PRODUCTS][COLUMNS / 2];
+        for (int tile = seen.first; tile < seen.end; tile++, ring.next(STAGES)) {
+            barrier_wait(full + ring.stage * 8, ring.parity);
+            const float scale = load_float(shared + KEY_SCALES + (ring.stage * KEYS + row) * 4);
+            const u64 tile_keys = keys + (ring.stage * KEY_BYTES >> 4);
+#pragma unroll
+            for (int i = 0; i < PRODUCTS; i++) fence_registers(d[i]);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < PRODUCTS; i++) {
+#pragma unroll
+                for (int s = 0; s < 4; s++) multiply(d[i], tile_keys + 2 * s, query + (i * COLUMNS * 128 >> 4) + 2 * s, s);
+                wgmma_commit();
+            }
+#pragma unroll
+            for (int i = 0; i < PRODUCTS; i++) {
+                if (i == PRODUCTS - 1) wgmma_wait<0>();
+                else wgmma_wait<1>();
+                fence_registers(d[i]);
+                if (i == PRODUCTS - 1 && lane == 0) barrier_arrive(empty + ring.stage * 8);
+                float sum[TOKENS][2];
+                weigh(d[i], w[i], sum);
+                write_logits(sum, p, start[i], end[i], work.token + i * TOKENS, tile * KEYS + row, scale, c);
+            }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(query_empty + queries.stage * 8);
+        queries.next(2);
+    }
+}
+
+#if PAGED
+// starts[i]: key tiles of the sequences before i.
+DEVICE void count_tiles(const Params& p, int* starts) {
+    const int sequences = p.tokens / QUERY_TOKENS;
+    for (int i = threadIdx.x; i < sequences; i += 384) {
+        int keys = 0;
+        for (int t = 0; t < QUERY_TOKENS; t++) keys = max(keys, p.ends[i * QUERY_TOKENS + t]);
+        starts[i + 1] = (keys + KEYS - 1) / KEYS;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        int before = 0;
+        if (threadIdx.x == 0) starts[0] = 0;
+        for (int first = 0; first < sequences; first += 32) {
+            const int i = first + threadIdx.x;
+            int sum = i < sequences ? starts[i + 1] : 0;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int got = __shfl_up_sync(~0u, sum, step);
+                if (threadIdx.x >= step) sum += got;
+            }
+            if (i < sequences) starts[i + 1] = before + sum;
+            before += __shfl_sync(~0u, sum, 31);
+        }
+    }
+    __syncthreads();
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    mqa_logits(const __grid_constant__ Params p, const __grid_constant__ TensorMap query_map,
+               const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap scale_map) {
+    extern __shared__ __align__(1024) u8 memory[];
+    const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + STAGES * 8;
+    int* starts = (int*)(memory + STARTS);
+    if (threadIdx.x == 256) {
+        prefetch_map(&query_map);
+        prefetch_map(&key_map);
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(full + i * 8, 1);
+            barrier_init(empty + i * 8, 8);  // warps that read the buffer
+        }
+        for (int i = 0; i < 2; i++) {
+            barrier_init(empty + STAGES * 8 + i * 8, 1);
+            barrier_init(empty + STAGES * 8 + 16 + i * 8, 8);
+        }
+        barrier_fence_init();
+    }
+#if PAGED
+    count_tiles(p, starts);
+#else
+    __syncthreads();
+#endif
+    if (threadIdx.x >= 256) {
+        fewer_registers<40>();
+        if (threadIdx.x == 256) feed(p, &query_map, &key_map, &scale_map, starts, shared);
+    } else {
+        more_registers<232>();
+        multiply_keys(p, starts, shared);
+    }
+}

@@ -1,0 +1,161 @@
+"""Logits of the lightning indexer over FP8 keys: ranges of one key array (prefill), or pages of a cache (decode)."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.deep_gemm.fp8_gemm import processors
+from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
+from deepinfer.kernels.deep_jit import Build, Kernel
+
+SOURCE = Path(__file__).parent / "mqa_logits.cu"
+DIM, KEYS, PAGE = 128, 128, 64
+PAGE_BYTES = PAGE * (DIM + 4)
+MAX_SEQUENCES = 1024
+PREFILL_SHAPE = (4, 2)
+# Tokens of a product and products, for 1.. tokens of a sequence.
+DECODE_SHAPES = {1: (1, 1), 2: (2, 1), 3: (3, 1), 4: (4, 1), 5: (5, 1), 6: (3, 2), 8: (4, 2)}
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("tokens", ctypes.c_int),
+        ("keys", ctypes.c_int),
+        ("chunk", ctypes.c_int),
+        ("table_stride", ctypes.c_int),
+        ("clean", ctypes.c_int),
+    ]
+
+
+def _stages(heads: int, shape: tuple[int, int]) -> int:
+    query = heads * shape[0] * shape[1] * DIM
+    return min(8, (220_000 - 2 * query) // (KEYS * DIM + KEYS * 4))
+
+
+def build(paged: bool, heads: int, shape: tuple[int, int]) -> Build:
+    """What to compile."""
+    tokens, products = shape
+    defines = {"PAGED": int(paged), "HEADS": heads, "TOKENS": tokens, "PRODUCTS": products}
+    return Build("mqa_logits", SOURCE, {**defines, "STAGES": _stages(heads, shape)})
+
+
+def builds() -> list[Build]:
+    """The indexer of V4.1-Flash: 32 heads; one token a sequence and what speculative decoding verifies."""
+    return [build(False, 32, PREFILL_SHAPE)] + [build(True, 32, shape) for shape in DECODE_SHAPES.values()]
+
+
+@cache
+def _kernel(paged: bool, heads: int, shape: tuple[int, int]) -> Kernel:
+    stages, query = _stages(heads, shape), heads * shape[0] * shape[1] * DIM
+    tables = (2 * stages + 4) * 8 + (MAX_SEQUENCES + 1) * 4
+    return Kernel(build(paged, heads, shape), 2 * query + stages * (KEYS * DIM + KEYS * 4) + tables)
+
+
+def _check(q: Tensor, weights: Tensor) -> None:
+    tokens, heads, dim = q.shape
+    if q.dtype != torch.float8_e4m3fn or dim != DIM or heads != 32 or not q.is_contiguous():
+        raise ValueError(f"q must be contiguous float8_e4m3fn [T, 32, {DIM}], got {q.dtype} {list(q.shape)}")
+    if weights.dtype != torch.float32 or list(weights.shape) != [tokens, heads] or not weights.is_contiguous():
+        raise ValueError(f"weights must be contiguous float32 [{tokens}, {heads}], got {list(weights.shape)}")
+
+
+def mqa_logits(
+    q: Tensor,
+    keys: Tensor,
+    key_scales: Tensor,
+    weights: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    clean: bool = True,
+) -> Tensor:
+    """out[t, s] = key_scales[s] * sum_h weights[t, h] * relu(q[t, h] . keys[s]) for starts[t] <= s < ends[t], float32.
+
+    q E4M3 [T, 32, 128] (its scales belong into weights), keys E4M3 [S, 128], key_scales float32 [S], weights float32
+    [T, 32], starts and ends int32 [T] -> [T, S]. Elsewhere -inf, or with `clean` off partly unwritten. Raises ValueError.
+    """
+    _check(q, weights)
+    tokens, count = q.shape[0], keys.shape[0]
+    if keys.dtype != torch.float8_e4m3fn or keys.shape[1] != DIM or list(key_scales.shape) != [count]:
+        raise ValueError(f"keys must be float8_e4m3fn [S, {DIM}] and key_scales [S], got {list(keys.shape)}")
+    out = torch.empty(tokens, count, dtype=torch.float32, device=q.device)
+    if tokens == 0 or count == 0:
+        return out
+    cards, group = processors(q.device.index), PREFILL_SHAPE[0] * PREFILL_SHAPE[1]
+    tiles, groups = -(-count // KEYS), -(-tokens // group)
+    chunk = max(4, min(64, tiles * groups // (cards * 8)))
+    params = _Params(
+        weights=weights.data_ptr(),
+        starts=starts.data_ptr(),
+        ends=ends.data_ptr(),
+        out=out.data_ptr(),
+        out_stride=out.stride(0),
+        tokens=tokens,
+        keys=count,
+        chunk=chunk,
+        clean=int(clean),
+    )
+    _kernel(False, q.shape[1], PREFILL_SHAPE).launch(
+        (min(cards, groups * -(-tiles // chunk)), 1, 1),
+        (384, 1, 1),
+        params,
+        tensor_map(q.flatten(0, 1), (group * q.shape[1], DIM), 128),
+        tensor_map(keys, (KEYS, DIM), 128),
+        tensor_map(key_scales.unsqueeze(0), (1, KEYS), 0),
+    )
+    return out
+
+
+def paged_mqa_logits(
+    q: Tensor, pages: Tensor, weights: Tensor, visible: Tensor, block_table: Tensor, width: int
+) -> Tensor:
+    """`mqa_logits` for n tokens of each sequence over its paged keys: float32 [B * n, width].
+
+    q E4M3 [B, n, 32, 128]; pages uint8 [P, 64 * 132], each 64 keys of 128 E4M3 and then 64 float32 scales; weights
+    float32 [B * n, 32]; visible int32 [B * n]: keys that a token sees; block_table int32 [B, >= ceil(visible / 64)].
+    Columns from the end of a sequence's last 128 keys on are not written; those before it that are not visible are
+    -inf. n is 1 to 6 or 8, at most 1,024 sequences. Raises ValueError.
+    """
+    sequences, queries = q.shape[:2]
+    shape = DECODE_SHAPES.get(queries)
+    if shape is None or sequences > MAX_SEQUENCES:
+        raise ValueError(f"q must have {sorted(DECODE_SHAPES)} tokens of at most {MAX_SEQUENCES} sequences")
+    flat = q.flatten(0, 1)
+    _check(flat, weights)
+    if pages.dtype != torch.uint8 or list(pages.shape[1:]) != [PAGE_BYTES] or not pages.is_contiguous():
+        raise ValueError(f"pages must be contiguous uint8 [P, {PAGE_BYTES}], got {list(pages.shape)}")
+    out = torch.empty(flat.shape[0], width, dtype=torch.float32, device=q.device)
+    if sequences == 0 or width == 0:
+        return out
+    params = _Params(
+        weights=weights.data_ptr(),
+        ends=visible.data_ptr(),
+        out=out.data_ptr(),
+        pages=pages.data_ptr(),
+        block_table=block_table.data_ptr(),
+        out_stride=width,
+        tokens=flat.shape[0],
+        keys=width,
+        table_stride=block_table.stride(0),
+    )
+    rows = pages.view(torch.float8_e4m3fn).view(-1, DIM)
+    _kernel(True, q.shape[2], shape).launch(
+        (processors(q.device.index), 1, 1),
+        (384, 1, 1),
+        params,
+        tensor_map(flat.flatten(0, 1), (queries * q.shape[2], DIM), 128),
+        tensor_map(rows, (PAGE, DIM), 128),
+        tensor_map(rows, (PAGE, DIM), 128),
+    )
+    return out
