@@ -50,11 +50,20 @@ def add_requests(engine: Engine, batch: int, prompt_len: int, max_tokens: int, s
         engine.add_request(f"{seed}-{number}", prompt, params)
 
 
+def step(engine: Engine) -> bool:
+    """One step; True if a request ended. Raises ValueError if one failed: nothing would be left to measure."""
+    outputs = engine.step()
+    for output in outputs:
+        if output.error is not None:
+            raise ValueError(f"bench: a request failed: {output.error}")
+    return any(output.finished for output in outputs)
+
+
 def prefill(engine: Engine) -> None:
     """Step until every request decodes. Raises ValueError if they do not fit at once."""
     scheduler = engine.scheduler
     while scheduler.waiting or scheduler.prefilling or scheduler.prompted:
-        if any(output.finished for output in engine.step()):
+        if step(engine):
             raise ValueError("bench: the batch does not fit into the cache at once")
 
 
@@ -64,7 +73,7 @@ def decode(engine: Engine, num_steps: int) -> float:
     synchronize(device)
     started = time.perf_counter()
     for _ in range(num_steps):
-        engine.step()
+        step(engine)
     synchronize(device)
     return (time.perf_counter() - started) / num_steps
 

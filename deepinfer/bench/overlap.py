@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from deepinfer.bench import results
-from deepinfer.bench.decode import add_model_options, add_requests, decode, model_name, prefill, synchronize
+from deepinfer.bench.decode import add_model_options, add_requests, decode, model_name, prefill, step, synchronize
 from deepinfer.bench.synthetic import benchmark_engine, benchmark_model
 from deepinfer.bench.timeline import Timeline, draw, read_trace
 from deepinfer.config.engine import EngineConfig
@@ -71,7 +71,7 @@ def trace(engine: Engine, folder: Path) -> Timeline:
     try:
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(TRACED_STEPS):
-                engine.step()
+                step(engine)
             synchronize(device)
     finally:
         engine.observer.timer.annotated = False

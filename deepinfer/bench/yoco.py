@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from deepinfer.bench import results
-from deepinfer.bench.decode import add_model_options, add_requests, model_name, synchronize
+from deepinfer.bench.decode import add_model_options, add_requests, model_name, step, synchronize
 from deepinfer.bench.synthetic import benchmark_engine, benchmark_model
 from deepinfer.bench.worker import peak_bytes
 from deepinfer.config.engine import EngineConfig
@@ -52,7 +52,7 @@ def prefill_seconds(engine: Engine, prompt_len: int, seed: int) -> float:
     started = time.perf_counter()
     add_requests(engine, 1, prompt_len, 1, seed)
     while engine.has_unfinished_requests():
-        engine.step()
+        step(engine)
     synchronize(device)
     return time.perf_counter() - started
 

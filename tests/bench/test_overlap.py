@@ -131,6 +131,18 @@ def test_a_quick_run_saves_only_traces_and_picture(
     assert len(read_trace(tmp_path / "t" / "overlap-on.json.gz").steps) >= 10
 
 
+def test_a_failed_step_is_no_measurement() -> None:
+    """A step that fails is a fast one."""
+    model = benchmark_model("", "cpu", "v41-small", 4)
+    load = overlap.Load(batch=2, prompt_len=10, rounds=1, steps=2)
+    engine = overlap.decoding_engine(model, False, load, "cpu")
+    model.head = model.head[:, 1:]  # shapes no longer fit
+    with pytest.raises(ValueError, match="a request failed"):
+        decode(engine, 1)
+    with pytest.raises(ValueError, match="a request failed"):
+        overlap.decoding_engine(model, False, load, "cpu")
+
+
 def test_wrong_numbers_are_named(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         overlap.main(["--batch", "0"])
