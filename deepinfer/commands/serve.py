@@ -85,9 +85,7 @@ def serve(
     model: options.Model = "nano",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    uds: Annotated[
-        str | None, typer.Option(help="Unix socket to listen on, in place of host and port.")
-    ] = None,
+    uds: Annotated[str | None, typer.Option(help="Unix socket to listen on, in place of host and port.")] = None,
     ssl_certfile: Annotated[str | None, typer.Option(help="Certificate, PEM: serve https.")] = None,
     ssl_keyfile: Annotated[str | None, typer.Option(help="Its key, PEM; default: in the certificate's file.")] = None,
     ssl_keyfile_password: Annotated[
@@ -106,6 +104,13 @@ def serve(
     thinking: Annotated[
         bool, typer.Option("--thinking", help="Think by default: for chat requests that do not say.")
     ] = False,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Where default sampling parameters come from: auto (the model's generation_config.json), "
+            "vllm (none: temperature 1), or a folder."
+        ),
+    ] = "auto",
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -225,6 +230,7 @@ def serve(
         api_keys=tuple(api_key or ()),
         allowed_origins=tuple(origin for value in allowed_origin or () for origin in origins(value)),
         default_thinking=thinking,
+        generation_config=generation_config,
         response_ttl=response_ttl,
         shutdown_timeout=shutdown_timeout,
         log_level=log_level,

@@ -137,8 +137,8 @@ def record_experts(experts: ExpertRecord, command: ExpertCommand) -> ExpertRepor
         experts.start()
     elif command == "stop":
         experts.stop()
-    dumped = command == "dump" and experts.counts is not None
-    return ExpertReport(experts.is_recording, experts.num_steps, experts.counts.tolist() if dumped else None)
+    counts = experts.counts if command == "dump" else None
+    return ExpertReport(experts.is_recording, experts.num_steps, None if counts is None else counts.tolist())
 
 
 _DEFAULT_PARAMS = SamplingParams()

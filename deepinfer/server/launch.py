@@ -11,13 +11,17 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.config.generation import generation_defaults
 from deepinfer.engine.client import EngineClient
+from deepinfer.engine.model_path import resolve_model
 from deepinfer.engine.process import show_log
 from deepinfer.observability.log_format import log_handler
+from deepinfer.params import SamplingParams
 from deepinfer.server.admission import Limits
 from deepinfer.server.app import create_app
 from deepinfer.server.connection import PatientProtocol, Seldom
@@ -41,6 +45,7 @@ def run_server(
     api_keys: tuple[str, ...] = (),
     allowed_origins: tuple[str, ...] = (),
     default_thinking: bool = False,
+    generation_config: str = "auto",
     response_ttl: float = DEFAULT_TTL,
     shutdown_timeout: int = 30,
     log_level: str = "info",
@@ -57,6 +62,8 @@ def run_server(
 
     The engine gets a process of its own unless `in_process`; while it loads the model, /ready says so.  `max_queue`
     sequences may wait for it, by default four times as many as it runs at once.  `log_requests` logs bodies, too.
+
+    `generation_config`: see `sampling_defaults`.
 
     Raises ValueError for a bad model or address; EngineStoppedError if the engine dies while it loads.
     """
@@ -77,6 +84,7 @@ def run_server(
             api_keys,
             default_thinking,
             engine_config=json.loads(json.dumps(asdict(config), default=str)),
+            sampling_defaults=sampling_defaults(model, generation_config),
             responses=ResponseStore(response_ttl),
             limits=Limits(config.max_num_seqs + max_queue, max_concurrency_per_key, rate_limit, max_body_bytes),
             log_requests=log_requests,
@@ -95,6 +103,20 @@ def run_server(
         DrainingServer(settings, state, shutdown_timeout, listening.uds).run(sockets=[listener])
     if isinstance(text.engine, EngineClient) and text.engine.start_error is not None:
         raise text.engine.start_error
+
+
+def sampling_defaults(model: str, source: str) -> dict[str, Any]:
+    """What the model's generation_config.json recommends ("auto"), that of another folder, or nothing ("vllm")."""
+    if source == "vllm":
+        return {}
+    folder = resolve_model(model) if source == "auto" else Path(source)
+    if source != "auto" and not (folder / "generation_config.json").is_file():
+        raise ValueError(
+            f"--generation-config must be auto, vllm or a folder with generation_config.json, got {source!r}"
+        )
+    defaults = generation_defaults(folder)
+    SamplingParams(**defaults)
+    return defaults
 
 
 def show_uvicorn_log(level: str, log_format: str) -> None:

@@ -42,7 +42,8 @@ async def create_message(request: Request) -> Response:
     # Clients of this protocol must send a limit, and send the same one to every model: it means "at most".
     room = state.text.max_model_len - len(prepared.token_ids)
     try:
-        params = body.sampling_params(None if body.max_tokens is None else min(body.max_tokens, room), None)
+        limit = None if body.max_tokens is None else min(body.max_tokens, room)
+        params = body.sampling_params(limit, None, state.sampling_defaults)
         conversation = prepared.with_output(body.stop_sequences or [], body.include_stop_str_in_output)
     except ValueError as error:
         raise from_value_error(error) from None

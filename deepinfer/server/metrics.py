@@ -214,11 +214,11 @@ class SequenceClock:
     """Observes one generated sequence: call `tokens` for every streamed output and `end` once."""
 
     metrics: Metrics
+    longest: Longest  # of the answers to the same prompt
     arrival: float = field(default_factory=time.monotonic)  # before tokenising, so that TTFT is what the client waits
     first: float | None = None
     last: float = 0.0
     count: int = 0
-    longest: Longest | None = None  # of the answers to the same prompt
 
     def tokens(self, number: int) -> None:
         now = time.monotonic()
@@ -234,7 +234,7 @@ class SequenceClock:
     def end(self, reason: str, engine: RequestMetrics | None) -> None:
         now = time.monotonic()
         self.metrics.end(reason)
-        (self.longest or Longest(self.metrics, 1)).end(self.count)
+        self.longest.end(self.count)
         self.metrics.end_to_end.observe(now - self.arrival)
         self.metrics.request_generation_tokens.observe(self.count)
         if self.first is not None:

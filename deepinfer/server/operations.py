@@ -87,6 +87,7 @@ async def server_info(request: Request) -> dict[str, Any]:
         "model_version": state.text.model_version,
         "max_model_len": state.text.max_model_len,
         "default_thinking": state.default_thinking,
+        "sampling_defaults": state.sampling_defaults,
         "engine_config": state.engine_config,
     }
 
@@ -124,6 +125,6 @@ async def get_model_info(request: Request) -> dict[str, Any]:
         "is_generation": True,
         "max_model_len": state.text.max_model_len,
         "model_version": state.text.model_version,
-        "preferred_sampling_params": None,
+        "preferred_sampling_params": state.sampling_defaults or None,
         "weight_version": "default",
     }

@@ -162,9 +162,10 @@ class SamplingRequest(BaseModel):
             raise ValueError("stop must not hold an empty string")
         return stop
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters.  Raises ValueError naming the field."""
+    def sampling_params(self, max_tokens: int | None, logprobs: int | None, defaults: dict[str, Any]) -> SamplingParams:
+        """The engine's parameters; `defaults` are the model's own.  Raises ValueError naming the field."""
         given: dict[str, Any] = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
+        given = defaults | given
         if self.stop_token_ids:
             given["stop_token_ids"] = tuple(self.stop_token_ids)
         if self.logit_bias:

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
 from deepinfer.errors import EngineStoppedError
+from deepinfer.params import SamplingParams
 from deepinfer.recipe import ResponsesStream, convert_responses_request
 from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
@@ -79,7 +80,7 @@ async def create_response(request: Request) -> Response:
     state.check_model(body.model)
     try:
         check_room(state, body.limit, "max_output_tokens")
-        params = body.sampling_params(body.limit, body.logprob_count)
+        params = body.sampling_params(body.limit, body.logprob_count, state.sampling_defaults)
         stop = body.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None
@@ -87,7 +88,7 @@ async def create_response(request: Request) -> Response:
     conversation = prepared.with_output(stop, body.include_stop_str_in_output)
     check_prompt(state, prepared.token_ids, params.max_tokens, "input", "max_output_tokens")
     stream = ResponsesStream(
-        replace(conversation, echo={**conversation.echo, **settings(body)}),
+        replace(conversation, echo={**conversation.echo, **settings(body, params)}),
         ticket.answer_id,
         state.text.name,
         int(time.time()),
@@ -117,7 +118,7 @@ async def create_response(request: Request) -> Response:
     return JSONResponse(stream.response())
 
 
-def settings(body: ResponsesRequest) -> dict[str, Any]:
+def settings(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     """What the response repeats of the request, beside what recipe does."""
     return {
         "background": bool(body.background),
@@ -127,8 +128,8 @@ def settings(body: ResponsesRequest) -> dict[str, Any]:
         "presence_penalty": body.presence_penalty or 0.0,
         "previous_response_id": body.previous_response_id,
         "store": body.store is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
     }
 
 

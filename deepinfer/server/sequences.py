@@ -10,7 +10,7 @@ from deepinfer.engine.mailbox import Deliver, Leave, News
 from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer.params import SamplingParams
 from deepinfer.server.admission import Place
-from deepinfer.server.metrics import SequenceClock
+from deepinfer.server.metrics import Longest, SequenceClock
 from deepinfer.server.running import Ticket
 from deepinfer.server.text_engine import Delta, EngineError, Piece, Reader, read_completion
 
@@ -30,11 +30,12 @@ class RunningSequence(Generic[Piece]):
         ticket: Ticket,
         engine_id: str,
         place: Place,
+        longest: Longest,
     ):
-        """`engine_id` (unique) is what `engine.abort` takes."""
+        """`engine_id` (unique) is what `engine.abort` takes; `longest` knows of all answers to the prompt."""
         self.ended = False
         self._state, self._prompt, self._params, self._reader = state, prompt, params, reader
-        self._ticket, self._engine_id, self._place = ticket, engine_id, place
+        self._ticket, self._engine_id, self._place, self._longest = ticket, engine_id, place, longest
         self._clock: SequenceClock | None = None
         self._leave: Leave | None = None
         self._times: RequestMetrics | None = None
@@ -64,7 +65,7 @@ class RunningSequence(Generic[Piece]):
 
     def _register(self) -> None:
         if self._clock is None:
-            self._clock = SequenceClock(self._state.metrics, self._ticket.arrival)
+            self._clock = SequenceClock(self._state.metrics, self._longest, self._ticket.arrival)
             self._state.running.add(self._engine_id, self._ticket)
 
     def read(self, news: News) -> Delta[Piece]:

@@ -16,7 +16,7 @@ from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.server.admission import Admission, Limits
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.gate import Gate
-from deepinfer.server.metrics import Metrics
+from deepinfer.server.metrics import Longest, Metrics
 from deepinfer.server.response_store import ResponseStore
 from deepinfer.server.running import RunningRequests, Ticket
 from deepinfer.server.sequences import RunningSequence
@@ -26,7 +26,8 @@ from deepinfer.server.workers import Workers
 
 @dataclass
 class ServerState:
-    """`default_thinking` decides for requests that do not say whether to think; `engine_config` is for /server_info.
+    """`default_thinking` decides for requests that do not say whether to think; `sampling_defaults` are what the model
+    recommends for those that say nothing of sampling; `engine_config` is for /server_info.
 
     While `draining`, requests in progress go on and new ones are refused.  `background` holds the tasks of responses
     that nobody waits for.
@@ -37,6 +38,7 @@ class ServerState:
     api_keys: tuple[str, ...] = ()
     default_thinking: bool = False
     engine_config: dict[str, Any] = field(default_factory=dict)
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
     responses: ResponseStore = field(default_factory=ResponseStore)
     draining: bool = False
     limits: Limits = field(default_factory=Limits)
@@ -146,6 +148,7 @@ def start_sequences(
     sequences = []
     for prompt in prompts:
         check_prompt(state, prompt, params.max_tokens, param)
+        longest = Longest(state.metrics, n)
         for choice in range(n):
             # Choices of one request are separate requests to the engine: each can stop at its own stop string.
             seed = None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1)
@@ -156,7 +159,8 @@ def start_sequences(
                 refused = from_value_error(error)
                 refused.param = param if refused.param == "prompt_token_ids" else refused.param
                 raise refused from None
-            sequences.append(RunningSequence(state, prompt, one, reader(), ticket, uuid.uuid4().hex, next(places)))
+            engine_id = uuid.uuid4().hex
+            sequences.append(RunningSequence(state, prompt, one, reader(), ticket, engine_id, next(places), longest))
     ticket.facts.prompt_tokens = sum(map(len, prompts))
     for prompt in prompts:
         state.metrics.admit(len(prompt), n, params.max_tokens)

@@ -73,6 +73,8 @@ def test_other_names_carry_the_same_figures(server: Server) -> None:
 
 def test_figures_of_one_request(server: Server) -> None:
     counts = {
+        "vllm:request_max_num_generation_tokens_count": 1,
+        "vllm:request_max_num_generation_tokens_sum": 5,
         "vllm:request_generation_tokens_count": 2,
         "vllm:request_inference_time_seconds_count": 2,
         "vllm:request_time_per_output_token_seconds_count": 2,

@@ -1,9 +1,11 @@
 """Models, health, version, tokens, metrics, and the end of the process."""
 
 import re
+import shutil
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -157,3 +159,43 @@ def test_options_as_other_servers_spell_them(checkpoint: Path) -> None:
     finally:
         server.process.terminate()
         server.process.wait(timeout=30)
+
+
+def test_the_model_recommends_sampling_parameters(checkpoint: Path, tmp_path: Path) -> None:
+    """Where a request says nothing, over every route; --generation-config vllm leaves them out."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.0, "top_p": 0.9}')
+    user = [{"role": "user", "content": "hi"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "hi", "max_tokens": 16},
+        "/v1/chat/completions": {"messages": user, "max_tokens": 16},
+        "/v1/messages": {"messages": user, "max_tokens": 16},
+        "/v1/responses": {"input": "hi", "max_output_tokens": 16},
+        "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 16}},
+    }
+
+    def answers(url: str, path: str, temperature: float | None) -> set[str]:
+        body = bodies[path] | {"model": "m"}
+        if temperature is not None and path == "/generate":
+            body["sampling_params"] = body["sampling_params"] | {"temperature": temperature}
+        elif temperature is not None:
+            body["temperature"] = temperature
+        ids = r'"\w*id":"[^"]*"|"(?:created|completed)\w*":\d+|"e2e_latency":[\d.]+|"temperature":[\d.]+'
+        return {re.sub(ids, "", httpx.post(url + path, json=body, timeout=60).text) for _ in range(3)}
+
+    for source, greedy in (("auto", True), ("vllm", False), (str(model), True)):
+        served = checkpoint if source == str(model) else model
+        server = start_server(served, "--served-model-name", "m", "--generation-config", source)
+        try:
+            defaults = httpx.get(f"{server.url}/server_info").json()["sampling_defaults"]
+            assert defaults == ({"temperature": 0.0, "top_p": 0.9} if greedy else {})
+            for path in bodies:
+                assert (len(answers(server.url, path, None)) == 1) == greedy, (source, path)
+            echoed = httpx.post(f"{server.url}/v1/responses", json=bodies["/v1/responses"] | {"model": "m"}, timeout=60)
+            assert (echoed.json()["temperature"], echoed.json()["top_p"]) == ((0.0, 0.9) if greedy else (1.0, 1.0))
+            for path in bodies:
+                assert len(answers(server.url, path, 0.0)) == 1 and len(answers(server.url, path, 1.5)) == 3
+        finally:
+            server.process.terminate()
+            server.process.wait(timeout=30)
