@@ -31,6 +31,7 @@ from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
 from deepinfer.engine.swap import CacheRows, HostSwap
+from deepinfer.engine.voting import Lockstep
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.observability.observer import Observer
 from deepinfer.observability.stats import StepStats
@@ -85,9 +86,16 @@ class Engine:
         runner: the model side.
         config: sizes; max_model_len is cut to what the block cache holds.
         eos_token_ids: tokens that end a sequence unless ignore_eos.
+        lockstep: this rank's side of a data-parallel group, whose engines call `step` equally often.
     """
 
-    def __init__(self, runner: Runner, config: EngineConfig, eos_token_ids: Iterable[int] = ()):
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        eos_token_ids: Iterable[int] = (),
+        lockstep: Lockstep | None = None,
+    ):
         self.runner = runner
         self.config = config
         self.eos_token_ids: Collection[int] = frozenset(eos_token_ids)
@@ -99,7 +107,7 @@ class Engine:
         swap = None
         if config.preemption_mode == "swap":
             swap = HostSwap(runner.cache_rows(), config.block_size, config.swap_memory_bytes)
-        self.scheduler = Scheduler(config, runner.num_blocks, swap)
+        self.scheduler = Scheduler(config, runner.num_blocks, swap, lockstep)
         self.requests: dict[str, Request] = {}
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -258,7 +266,7 @@ class Engine:
         scope = self.observer.timer.scope
         with scope("schedule"):
             batch = self.scheduler.schedule()
-            if batch is None:
+            if batch is None or not batch.sequences:  # the second: other ranks of the group have work
                 return None, []
             self._record_scheduled(batch)
             sequences = batch.sampled

@@ -82,7 +82,7 @@ class HostSwap:
         memory_bytes: size of the pool.
 
     Raises:
-        ValueError: the pool does not hold even one sequence of one block.
+        ValueError: the pool does not hold even one sequence of one block, or is more than the host can give.
     """
 
     def __init__(self, rows: CacheRows, block_size: int, memory_bytes: int):
@@ -98,7 +98,10 @@ class HostSwap:
                 f"got {memory_bytes}"
             )
         self.is_async = rows.device.type == "cuda"
-        self.pool = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, pin_memory=self.is_async)
+        try:
+            self.pool = torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, pin_memory=self.is_async)
+        except RuntimeError as error:
+            raise ValueError(f"swap_memory_bytes is {memory_bytes}, which this host cannot give: {error}") from error
         self.blocks = BlockManager(num_rows + 1, block_size)  # row i is block i + 1
         self.num_swapped_out = 0
 

@@ -98,6 +98,11 @@ def test_a_pool_that_holds_no_sequence_is_refused() -> None:
         HostSwap(random_rows(4, 3, [16], [16]), BLOCK_SIZE, 31)
 
 
+def test_a_pool_beyond_any_host_is_refused() -> None:
+    with pytest.raises(ValueError, match="swap_memory_bytes is .*, which this host cannot give"):
+        HostSwap(random_rows(4, 3, [1 << 20], [1 << 20]), BLOCK_SIZE, 1 << 60)
+
+
 def test_leaked_rows_are_found() -> None:
     swap = HostSwap(random_rows(24, 3, [16], [16]), BLOCK_SIZE, 1 << 12)
     seq = make_sequence(8, [1, 2], 1)

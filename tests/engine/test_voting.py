@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.engine import Engine
 from deepinfer.engine.voting import MAX_PREFILLS_AT_A_POINT, Lockstep, StepKind
+from deepinfer.outputs import RequestOutput
+from deepinfer.params import SamplingParams
 from tests.engine.simulated_group import SimulatedGroup
+from tests.engine.test_engine_workloads import EOS, Expected, assert_idle, check_output, record
+from tests.engine.toy_model import ToyRunner
 
 PREFILL, DECODE, IDLE = StepKind.PREFILL, StepKind.DECODE, StepKind.IDLE
 
@@ -153,3 +159,27 @@ def test_ranks_agree_and_all_work_that_can_be_done_is_done(ranks: list[Rank], ev
 @given(st.lists(rank_plans, min_size=64, max_size=64))
 def test_64_ranks(ranks: list[Rank]) -> None:
     check_progress(ranks, 7, 10)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_engines_of_a_group_give_the_tokens_of_engines_alone(overlap: bool) -> None:
+    """Four ranks with unequal loads, one of them with none; each steps until the group has been idle for a while."""
+    group = SimulatedGroup(4)
+    params = SamplingParams(temperature=0, max_tokens=30)
+
+    def program(rank: int) -> tuple[Engine, dict[str, RequestOutput]]:
+        config = EngineConfig(block_size=4, num_blocks=40, max_num_seqs=3, zero_overhead_scheduling=overlap)
+        engine = Engine(ToyRunner(40, 4, 3), config, EOS, Lockstep(group.rank(rank), 5, 7))
+        got: dict[str, RequestOutput] = {}
+        for number in range(400):
+            if number % 4 == 0 and number // 4 < 3 * rank:
+                engine.add_request(str(number), [rank + 1] * (number + 5), params)
+            record(got, engine.step())
+            engine.scheduler.check_integrity()
+        return engine, got
+
+    for rank, (engine, got) in enumerate(group.run(program)):
+        assert len(got) == 3 * rank
+        for request_id, output in got.items():
+            check_output(engine, Expected([rank + 1] * (int(request_id) + 5), params), output)
+        assert_idle(engine)
