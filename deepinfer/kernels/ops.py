@@ -13,7 +13,7 @@ from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, h
 from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, mask_to_candidates, top_k_positions
 from deepinfer.kernels.reference.moe import moe_experts, moe_experts_fp4, moe_gate
 from deepinfer.kernels.reference.sampling import draw_tokens
-from deepinfer.kernels.reference.step import entry_slots
+from deepinfer.kernels.reference.step import decode_plan, entry_slots
 
 if torch.cuda.is_available() and find_spec("triton") is not None:
     from deepinfer.kernels import cuda  # noqa: F401  (registers its backends)
@@ -21,6 +21,7 @@ if torch.cuda.is_available() and find_spec("triton") is not None:
 __all__ = [
     "RowFormat",
     "candidate_blocks",
+    "decode_plan",
     "draw_tokens",
     "engram_gate",
     "engram_hash",

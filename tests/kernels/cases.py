@@ -336,6 +336,20 @@ def round_fp8(g: torch.Generator) -> Iterator[Case]:
     yield (normal(g, 6, 4, 64)[:, 1:3],)
 
 
+def decode_plan(g: torch.Generator) -> Iterator[Case]:
+    for n, pairs, block_size, window, ring, ngram in (
+        (1, 8, 2, 4, 4, 2),
+        (7, 32, 128, 128, 134, 3),
+        (40, 12, 8, 5, 9, 4),
+    ):
+        tables = integers(g, 0, 5000, n, 20)[:, 3:15]
+        positions = integers(g, 0, 12 * block_size, n, dtype=torch.int64)
+        positions[0] = 0
+        frequencies = 10_000.0 ** -torch.rand(2, pairs, generator=g, dtype=torch.float64)
+        slots = integers(g, 0, 70, n)
+        yield positions, slots, tables, frequencies, 2, block_size, window, ring, ngram, torch.float32
+
+
 def entry_slots(g: torch.Generator) -> Iterator[Case]:
     for n, count, entries in ((1, 1, 1), (3, 8, 64), (5, 0, 2), (0, 4, 2), (4, 1500, 128)):
         tables = integers(g, 0, 1000, 3, 12)
@@ -350,6 +364,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
     f.__name__: f
     for f in (
         candidate_blocks,
+        decode_plan,
         draw_tokens,
         engram_gate,
         engram_hash,

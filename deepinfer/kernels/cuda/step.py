@@ -35,3 +35,84 @@ def entry_slots(positions: Tensor, block_tables: Tensor, sequence_of_row: Tensor
             BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _decode_plan(
+    positions, states, tables, frequencies, rotations, window_slots, ngram_source, members, slots, visible,
+    n, table_stride, pairs, block_size, window, ring, ngram,
+    RATIO: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, NGRAM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row)
+    state = tl.load(states + row).to(tl.int64)
+    group = position // RATIO
+    offset = position % RATIO
+    is_complete = offset == RATIO - 1
+
+    pair = tl.arange(0, PAIRS)
+    for kind in tl.static_range(3):
+        frequency = tl.load(frequencies + (pairs if kind > 0 else 0) + pair, mask=pair < pairs, other=0.0)
+        start = position - offset if kind == 2 else position
+        angle = start.to(tl.float64) * frequency
+        target = rotations + (kind * n + row) * pairs + pair
+        tl.store(target, tl.cos(angle).to(tl.float32), mask=pair < pairs)
+        tl.store(target + 3 * n * pairs, tl.sin(angle).to(tl.float32), mask=pair < pairs)
+
+    at = tl.arange(0, WINDOW)
+    wanted = position - window + 1 + at
+    slot = tl.where(wanted >= 0, state * ring + wanted % ring, -1)
+    tl.store(window_slots + row * window + at, slot.to(tl.int32), mask=at < window)
+
+    back = tl.arange(0, NGRAM)
+    source = tl.where(position >= back, n + row * (ngram - 1) + back - 1, n * ngram)
+    tl.store(ngram_source + row * ngram + back, tl.where(back == 0, row, source), mask=back < ngram)
+
+    for place in tl.static_range(RATIO):
+        member = row if place == RATIO - 1 else n + row * RATIO + place
+        tl.store(members + row * RATIO + place, member)
+
+    table = tables + row * table_stride
+    entries = block_size // RATIO
+    single = tl.load(table + position // block_size).to(tl.int64) * block_size + position % block_size
+    pooled = tl.load(table + group // entries).to(tl.int64) * entries + group % entries
+    tl.store(slots + row, state)
+    tl.store(slots + n + row, state * ring + position % ring)
+    tl.store(slots + 2 * n + row, single)
+    tl.store(slots + 3 * n + row, tl.where(is_complete, pooled, 0))
+    tl.store(slots + 4 * n + row, tl.where(is_complete, 0, state))
+    tl.store(slots + 5 * n + row, offset)
+    tl.store(visible + row, (position + 1).to(tl.int32))
+    tl.store(visible + n + row, (group + tl.where(is_complete, 1, 0)).to(tl.int32))
+
+
+@backend("decode_plan", "cuda")
+def decode_plan(
+    positions: Tensor,
+    state_slots: Tensor,
+    block_tables: Tensor,
+    frequencies: Tensor,
+    ratio: int,
+    block_size: int,
+    window: int,
+    ring: int,
+    ngram: int,
+    wide: torch.dtype,
+) -> tuple[Tensor, ...]:
+    if wide is not torch.float32:
+        return NotImplemented
+    n, pairs, device = len(positions), frequencies.shape[1], positions.device
+    int64 = {"dtype": torch.int64, "device": device}
+    rotations = torch.empty(2, 3, n, pairs, dtype=wide, device=device)
+    window_slots = torch.empty(n, window, dtype=torch.int32, device=device)
+    ngram_source, members = torch.empty(n, ngram, **int64), torch.empty(n, ratio, **int64)
+    slots, visible = torch.empty(6, n, **int64), torch.empty(2, n, dtype=torch.int32, device=device)
+    tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
+    _decode_plan[(n,)](
+        positions.contiguous(), state_slots.contiguous(), tables, frequencies.contiguous(),
+        rotations, window_slots, ngram_source, members, slots, visible,
+        n, tables.stride(0), pairs, block_size, window, ring, ngram,
+        RATIO=ratio, PAIRS=triton.next_power_of_2(pairs), WINDOW=triton.next_power_of_2(window),
+        NGRAM=triton.next_power_of_2(ngram), num_warps=4,
+    )  # fmt: skip
+    return rotations, window_slots, ngram_source, members, slots, visible

@@ -16,3 +16,63 @@ def entry_slots(positions: Tensor, block_tables: Tensor, sequence_of_row: Tensor
     """
     tables = block_tables[sequence_of_row.long().unsqueeze(1), positions.clamp_min(0) // entries]
     return torch.where(positions >= 0, tables * entries + positions % entries, -1).to(torch.int32)
+
+
+@operation
+def decode_plan(
+    positions: Tensor,
+    state_slots: Tensor,
+    block_tables: Tensor,
+    frequencies: Tensor,
+    ratio: int,
+    block_size: int,
+    window: int,
+    ring: int,
+    ngram: int,
+    wide: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Where the N rows of a decode step read and write (models/layers/decode_step.py), one sequence a row.
+
+    Two kinds of compression are planned: every token a group, and groups of `ratio` tokens. A row's candidate is the
+    group of its own token; where it stays open, its slot is in the null block 0, else the pending slot is 0.
+
+    positions int64 [N], state_slots int32 [N], block_tables int32 [N, max_blocks], frequencies float64 [2, pairs] of
+    plain and of compressed layers; `ring` slots hold a window, `ngram` ids make an n-gram. Returns
+
+    - rotations, `wide` [cos | sin, 3, N, pairs]: plain and compressed at the position, compressed at the group's start
+    - window slots, int32 [N, window], -1 before the first token
+    - n-gram sources, int64 [N, ngram] into [N new rows | N * (ngram - 1) history ids, latest first | boundary]
+    - members, int64 [N, ratio] into [N new rows | N * ratio carried rows], the tokens of the group
+    - slots, int64 [6, N]: state, ring slot of the token, groups of 1, groups of `ratio`, pending, place in the group
+    - visible, int32 [2, N]: groups of 1 and of `ratio` that the row may see
+    """
+    num_rows, device = len(positions), positions.device
+    rows, states = torch.arange(num_rows, device=device), state_slots.long()
+    group, offset = positions // ratio, positions % ratio
+    is_complete = offset == ratio - 1
+
+    starts = torch.stack((positions, positions, positions - offset)).to(torch.float64).unsqueeze(2)
+    angles = starts * torch.stack((frequencies[0], frequencies[1], frequencies[1])).unsqueeze(1)
+    rotations = torch.stack((angles.cos(), angles.sin())).to(wide)
+
+    wanted = positions.unsqueeze(1) + torch.arange(1 - window, 1, device=device)
+    ring_slots = (states * ring).unsqueeze(1) + wanted % ring
+
+    history = rows * (ngram - 1) + num_rows
+    earlier = [(history + (back - 1)).masked_fill(positions < back, num_rows * ngram) for back in range(1, ngram)]
+    carried = [rows * ratio + (num_rows + place) for place in range(ratio - 1)]
+
+    def group_slots(groups: Tensor, entries: int) -> Tensor:
+        blocks = torch.gather(block_tables, 1, (groups // entries).unsqueeze(1)).squeeze(1)
+        return blocks * entries + groups % entries
+
+    pooled = group_slots(group, block_size // ratio).masked_fill(~is_complete, 0)
+    pending = states.masked_fill(is_complete, 0)
+    return (
+        rotations,
+        ring_slots.masked_fill(wanted < 0, -1).to(torch.int32),
+        torch.stack((rows, *earlier), dim=1),
+        torch.stack((*carried, rows), dim=1),
+        torch.stack((states, ring_slots[:, -1], group_slots(positions, block_size), pooled, pending, offset)),
+        torch.stack((positions + 1, group + is_complete)).to(torch.int32),
+    )
