@@ -37,7 +37,7 @@ def entry_slots(positions: Tensor, block_tables: Tensor, sequence_of_row: Tensor
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])  # one kernel for every batch size
 def _decode_plan(
     positions, states, tables, frequencies, rotations, window_slots, ngram_source, members, slots, visible,
     n, table_stride, pairs, block_size, window, ring, ngram,
