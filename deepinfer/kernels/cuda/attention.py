@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.cuda.cache_rows import cache_kind
+from deepinfer.kernels.cuda.cache_rows import alignment, cache_kind
 from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.cuda.formats import load_cache_rows
 from deepinfer.kernels.flash_mla.attention import sparse_attention as hopper_attention
@@ -21,15 +21,16 @@ PROGRAMS = 264  # two a multiprocessor: as many splits as fill them
 
 @triton.jit
 def _step(
-    q, best, total, result, slots, first, count, cache, page_size, page_stride, row_stride, dim, scale,
-    KIND: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
+    q, best, total, result, slots, first, count, cache, page_size, page_stride, row_stride, scale,
+    dim: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over KEYS more keys."""
     at = first + tl.arange(0, KEYS)
     slot = tl.load(slots + at, mask=at < count, other=-1)
     alive = slot >= 0
     base = cache + (slot // page_size).to(tl.int64) * page_stride + (slot % page_size).to(tl.int64) * row_stride
-    base = tl.where(alive, base, cache)
+    base = tl.multiple_of(tl.where(alive, base, cache), ALIGN)
     keys = load_cache_rows(base, alive, dim, KIND, KEYS, DIM, q.dtype)
     logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
     logits = tl.where(alive[None, :], logits, float("-inf"))
@@ -45,9 +46,10 @@ def _step(
 @triton.jit
 def _attend(
     q, window, window_slots, latent, latent_slots, sink, out, part_out, part_best, part_total,
-    n, heads, dim, num_window, num_latent, window_page, window_page_stride, window_row_stride, latent_page,
+    n, heads, num_window, num_latent, window_page, window_page_stride, window_row_stride, latent_page,
     latent_page_stride, latent_row_stride, scale, tiles_a_split,
-    WINDOW: tl.constexpr, LATENT: tl.constexpr, HAS_LATENT: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr,
+    dim: tl.constexpr, WINDOW: tl.constexpr, WINDOW_ALIGN: tl.constexpr, LATENT: tl.constexpr,
+    LATENT_ALIGN: tl.constexpr, HAS_LATENT: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -65,14 +67,15 @@ def _attend(
     for tile in range(begin, tl.minimum(end, window_tiles)):
         best, total, result = _step(
             query, best, total, result, window_slots + row * num_window, tile * KEYS, num_window, window, window_page,
-            window_page_stride, window_row_stride, dim, scale, WINDOW, KEYS, DIM, PRECISION,
+            window_page_stride, window_row_stride, scale, dim, WINDOW, WINDOW_ALIGN, KEYS, DIM, PRECISION,
         )  # fmt: skip
     if HAS_LATENT:
         latent_end = tl.minimum(end - window_tiles, tl.cdiv(num_latent, KEYS))
         for tile in range(tl.maximum(begin - window_tiles, 0), latent_end):
             best, total, result = _step(
                 query, best, total, result, latent_slots + row * num_latent, tile * KEYS, num_latent, latent,
-                latent_page, latent_page_stride, latent_row_stride, dim, scale, LATENT, KEYS, DIM, PRECISION,
+                latent_page, latent_page_stride, latent_row_stride, scale, dim, LATENT, LATENT_ALIGN, KEYS, DIM,
+                PRECISION,
             )  # fmt: skip
     if SPLITS == 1:
         sinks = tl.load(sink + head, mask=head < heads, other=0.0).to(tl.float32)
@@ -153,10 +156,11 @@ def sparse_attention(
         parts = (new(splits, n, heads, dim), new(splits, n, heads), new(splits, n, heads))
     padded = max(triton.next_power_of_2(dim), 32)
     _attend[(n, head_blocks, splits)](
-        q, window_cache, window_slots, latent_cache, latent_slots, sink, out, *parts, n, heads, dim,
+        q, window_cache, window_slots, latent_cache, latent_slots, sink, out, *parts, n, heads,
         window_slots.shape[1], latent_slots.shape[1],
         window_cache.shape[1], window_cache.stride(0), window_cache.stride(1),
         latent_cache.shape[1], latent_cache.stride(0), latent_cache.stride(1), scale, tiles_a_split,
+        dim=dim, WINDOW_ALIGN=alignment(window_cache), LATENT_ALIGN=alignment(latent_cache),
         WINDOW=window_kind, LATENT=latent_kind, HAS_LATENT=has_latent, SPLITS=splits, HEADS=head_block, DIM=padded,
         KEYS=KEYS, PRECISION="ieee" if wide else "tf32",
         num_warps=8 if padded * head_block >= 16384 else 4, num_stages=1 if wide else 2,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,12 @@ def cache_kind(cache: Tensor, row_format: RowFormat) -> int | None:
     if cache.stride(-1) != 1 or cache.dtype not in (torch.uint8, torch.float32, torch.bfloat16):
         return None
     return KINDS[row_format] if cache.dtype == torch.uint8 else 0
+
+
+def alignment(cache: Tensor) -> int:
+    """Bytes that every row's start is a multiple of, up to the 16 of the widest load."""
+    size = cache.element_size()
+    return math.gcd(16, cache.data_ptr(), cache.stride(0) * size, cache.stride(1) * size)
 
 
 @triton.jit

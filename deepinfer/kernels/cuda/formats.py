@@ -115,7 +115,7 @@ def spread(scale, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def load_fp4(
-    values, scales, alive, start, dim,
+    values, scales, alive, start, dim: tl.constexpr,
     WITH_E4M3: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, DEPTH] values in DTYPE from column `start` on; zeros outside.
@@ -123,12 +123,17 @@ def load_fp4(
     values and scales: pointers [ROWS] at each row's packed pairs and scales, E8M0 per 32 values or E4M3 per 16.
     """
     GROUP: tl.constexpr = 16 if WITH_E4M3 else 32
-    at = start // 2 + tl.arange(0, DEPTH // 2)
-    inside = alive[:, None] & (at * 2 < dim)[None, :]
-    packed = tl.load(values[:, None] + at[None, :], mask=inside, other=0).to(tl.int32)
+    pairs = start // 2 + tl.arange(0, DEPTH // 2)
     group = start // GROUP + tl.arange(0, DEPTH // GROUP)
-    inside = alive[:, None] & (group * GROUP < dim)[None, :]
-    byte = tl.load(scales[:, None] + group[None, :], mask=inside, other=0)
+    if dim % DEPTH == 0:  # no mask along the columns, for wide loads
+        inside, inside_group = alive[:, None], alive[:, None]
+    else:
+        inside, inside_group = (
+            alive[:, None] & (pairs < dim // 2)[None, :],
+            alive[:, None] & (group < dim // GROUP)[None, :],
+        )
+    packed = tl.load(values[:, None] + pairs[None, :], mask=inside, other=0).to(tl.int32)
+    byte = tl.load(scales[:, None] + group[None, :], mask=inside_group, other=0)
     if WITH_E4M3:
         scale = e4m3_value(byte).to(DTYPE)
     else:
@@ -140,28 +145,29 @@ def load_fp4(
 
 
 @triton.jit
-def load_fp8(base, alive, dim, ROWS: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """[ROWS, DIM] values in DTYPE of FP8 cache rows at pointers base [ROWS]; zeros outside."""
-    at = tl.arange(0, DIM)
-    inside = alive[:, None] & (at < dim)[None, :]
-    value = tl.load(base[:, None] + at[None, :], mask=inside, other=0).to(tl.float8e4nv, bitcast=True)
-    group = tl.arange(0, DIM // 32)
-    inside = alive[:, None] & (group * 32 < dim)[None, :]
-    byte = tl.load(base[:, None] + dim + group[None, :], mask=inside, other=127).to(tl.int32)
-    scale = spread(e8m0_value(byte), ROWS, DIM // 32, 32)
-    return (value.to(tl.float32) * scale).to(DTYPE)
-
-
-@triton.jit
 def load_cache_rows(
-    base, alive, dim, KIND: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr
+    base, alive, dim: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, DIM] values in DTYPE of whole cache rows at pointers base [ROWS]; zeros outside. For many rows at once."""
+    """[ROWS, DIM] values in DTYPE of whole cache rows at pointers base [ROWS]; zeros outside. For many rows at once.
+
+    For wide loads the caller must say tl.multiple_of(base, bytes) where it makes the pointers.
+    """
+    at = tl.arange(0, DIM)
+    if dim == DIM:
+        inside = alive[:, None]
+    else:
+        inside = alive[:, None] & (at < dim)[None, :]
     if KIND == PLAIN:
-        at = tl.arange(0, DIM)
-        value = tl.load(base[:, None] + at[None, :], mask=alive[:, None] & (at < dim)[None, :], other=0.0).to(DTYPE)
+        value = tl.load(base[:, None] + at[None, :], mask=inside, other=0.0).to(DTYPE)
     elif KIND == FP8:
-        value = load_fp8(base, alive, dim, ROWS, DIM, DTYPE)
+        value = tl.load(base[:, None] + at[None, :], mask=inside, other=0).to(tl.float8e4nv, bitcast=True)
+        group = tl.arange(0, DIM // 32)
+        byte = tl.load(
+            base[:, None] + dim + group[None, :], mask=alive[:, None] & (group * 32 < dim)[None, :], other=127
+        )
+        scale = spread(e8m0_value(byte.to(tl.int32)), ROWS, DIM // 32, 32)
+        value = (value.to(tl.float32) * scale).to(DTYPE)
     else:
         value = load_fp4(base, base + dim // 2, alive, 0, dim, KIND == NVFP4, ROWS, DIM, DTYPE)
     return value

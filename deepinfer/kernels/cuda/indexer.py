@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.cuda.cache_rows import cache_kind
+from deepinfer.kernels.cuda.cache_rows import alignment, cache_kind
 from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.cuda.formats import load_cache_rows
 from deepinfer.kernels.cuda.top_k import LARGEST_K, select_top_k
@@ -20,8 +20,9 @@ KEYS = 128  # of one program
 
 @triton.jit
 def _scores(
-    iq, weights, cache, tables, owner, visible, out, heads, dim, entries, page_stride, row_stride, table_stride, width,
-    KIND: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    iq, weights, cache, tables, owner, visible, out, heads, entries, page_stride, row_stride, table_stride, width,
+    dim: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     position = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -33,6 +34,7 @@ def _scores(
         table = tables + tl.load(owner + row).to(tl.int64) * table_stride
         page = tl.load(table + position // entries, mask=alive, other=0).to(tl.int64)
         base = cache + page * page_stride + (position % entries) * row_stride
+        base = tl.multiple_of(base, ALIGN)
         keys = load_cache_rows(base, alive, dim, KIND, KEYS, DIM, DTYPE)
         head = tl.arange(0, HEADS)
         at = tl.arange(0, DIM)
@@ -59,9 +61,9 @@ def index_scores(
     out = torch.empty(n, width, dtype=torch.float32, device=iq.device)
     _scores[(triton.cdiv(width, KEYS), n)](
         iq.contiguous(), weights.contiguous(), cache, block_tables.contiguous(), sequence_of_row.contiguous(),
-        visible.contiguous(), out, heads, dim, entries, cache.stride(0), cache.stride(1), block_tables.shape[1], width,
-        KIND=kind, HEADS=max(triton.next_power_of_2(heads), 16), DIM=max(triton.next_power_of_2(dim), 32), KEYS=KEYS,
-        PRECISION="ieee" if iq.dtype is torch.float32 else "tf32",
+        visible.contiguous(), out, heads, entries, cache.stride(0), cache.stride(1), block_tables.shape[1], width,
+        dim=dim, KIND=kind, ALIGN=alignment(cache), HEADS=max(triton.next_power_of_2(heads), 16),
+        DIM=max(triton.next_power_of_2(dim), 32), KEYS=KEYS, PRECISION="ieee" if iq.dtype is torch.float32 else "tf32",
     )  # fmt: skip
     return out
 

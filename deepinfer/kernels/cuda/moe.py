@@ -113,7 +113,8 @@ def _route(
 
 @triton.jit
 def _load_weights(
-    w, scale, row, alive, start, dim, FP4: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, DTYPE: tl.constexpr
+    w, scale, row, alive, start, dim: tl.constexpr, FP4: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, DEPTH] of a weight matrix with `dim` columns, rows int64 [ROWS], columns from start on."""
     if FP4:
@@ -128,7 +129,8 @@ def _load_weights(
 
 @triton.jit
 def _gate_up(
-    x, w, scale, gates, order, tiles, z, x_stride, slots, dim, inner, limit,
+    x, w, scale, gates, order, tiles, z, x_stride, slots, limit,
+    dim: tl.constexpr, inner: tl.constexpr,
     FP4: tl.constexpr, QUANTIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -146,6 +148,7 @@ def _gate_up(
         g = tl.zeros((COLUMNS, ROWS), tl.float32)
         u = tl.zeros((COLUMNS, ROWS), tl.float32)
         for start in range(0, dim, DEPTH):
+            start = tl.multiple_of(start, DEPTH)
             at = start + tl.arange(0, DEPTH)
             source = x + row[None, :] * x_stride + at[:, None]
             value = tl.load(source, mask=alive[None, :] & (at < dim)[:, None], other=0.0)
@@ -168,7 +171,7 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    z, w, scale, order, tiles, out, dim, inner,
+    z, w, scale, order, tiles, out, dim: tl.constexpr, inner: tl.constexpr,
     FP4: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, dim] = w2 of the pair's expert times z [pairs in order, inner]."""
@@ -183,6 +186,7 @@ def _down(
         inside = column < dim
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
         for start in range(0, inner, DEPTH):
+            start = tl.multiple_of(start, DEPTH)
             at = start + tl.arange(0, DEPTH)
             source = z + place[None, :].to(tl.int64) * inner + at[:, None]
             value = tl.load(source, mask=alive[None, :] & (at < inner)[:, None], other=0.0)
@@ -263,7 +267,7 @@ def _experts(x, chosen, gates, w13, w2, inner, limit, quantize_activations):
     shape = {"FP4": fp4, "ROWS": rows, "PRECISION": "ieee" if wide else "tf32", **product_shape(rows, wide)}
     columns = shape["COLUMNS"]
     _gate_up[(triton.cdiv(inner, columns), max_tiles)](
-        x, *w13, gates.contiguous(), order, tiles, z, x.stride(0), slots, dim, inner, limit,
+        x, *w13, gates.contiguous(), order, tiles, z, x.stride(0), slots, limit, dim, inner,
         QUANTIZE=quantize_activations, **shape,
     )  # fmt: skip
     _down[(triton.cdiv(dim, columns), max_tiles)](z, *w2, order, tiles, parts, dim, inner, **shape)
@@ -281,4 +285,4 @@ def product_shape(rows: int, wide: bool) -> dict[str, int]:
     """Tile of a product: weight rows, columns of one step, warps and stages of the pipeline."""
     if wide:
         return {"COLUMNS": 32, "DEPTH": 32, "num_warps": 4, "num_stages": 1}
-    return {"COLUMNS": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 4 if rows <= 32 else 3}
+    return {"COLUMNS": 64, "DEPTH": 256 if rows <= 16 else 128, "num_warps": 4, "num_stages": 3}
