@@ -1,4 +1,4 @@
-"""MXFP4 weights of experts in the layout that the grouped kernel reads (fp4_weights.cuh): same size, codes reordered."""
+"""MXFP4 weights of experts in the layout that the grouped kernel reads (fp4_weights.cuh): same size, other order."""
 
 from __future__ import annotations
 

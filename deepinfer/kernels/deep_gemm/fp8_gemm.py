@@ -58,8 +58,8 @@ def fp8_gemm(
     """a [M, K] x b [N, K]^T -> BF16 [M, N], both E4M3 with scales in float32, on Hopper.
 
     a_scales [M, ceil(K / 128)], one for 1 x 128 values (fastest in the layout of `row_scales_layout`); b_scales either
-    [ceil(N / 128), ceil(K / 128)], one for 128 x 128, or [N], one a row. N must be a multiple of 8; rows of a, b and out
-    must start at multiples of 16 bytes. Sums of 128 products come from the tensor cores, sums of those are FP32.
+    [ceil(N / 128), ceil(K / 128)], one for 128 x 128, or [N], one a row. N must be a multiple of 8; rows of a, b and
+    out must start at multiples of 16 bytes. Sums of 128 products come from the tensor cores, sums of those are FP32.
     Raises ValueError for shapes and layouts that do not fit.
     """
     (m, k), n = a.shape, b.shape[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_gemm.fp4_weights import TILE_ROWS, ExpertWeights
+from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights
 from deepinfer.kernels.deep_gemm.fp8_gemm import processors, row_scales_layout
 from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit import Build, Kernel
@@ -55,7 +55,9 @@ def _kernel(gate_up: bool) -> Kernel:
     return Kernel(build(gate_up), SHARED_BYTES)
 
 
-def _launch(x: Tensor, x_scales: Tensor, begins: Tensor, counts: Tensor, weights: ExpertWeights, params: _Params) -> None:
+def _launch(
+    x: Tensor, x_scales: Tensor, begins: Tensor, counts: Tensor, weights: ExpertWeights, params: _Params
+) -> None:
     rows, k = x.shape
     experts, row_blocks, k_blocks = weights.tiles.shape[:3]
     if k != weights.columns or x.dtype != torch.float8_e4m3fn:

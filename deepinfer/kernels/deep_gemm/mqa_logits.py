@@ -83,7 +83,8 @@ def mqa_logits(
     """out[t, s] = key_scales[s] * sum_h weights[t, h] * relu(q[t, h] . keys[s]) for starts[t] <= s < ends[t], float32.
 
     q E4M3 [T, 32, 128] (its scales belong into weights), keys E4M3 [S, 128], key_scales float32 [S], weights float32
-    [T, 32], starts and ends int32 [T] -> [T, S]. Elsewhere -inf, or with `clean` off partly unwritten. Raises ValueError.
+    [T, 32], starts and ends int32 [T] -> [T, S]. Elsewhere -inf, or with `clean` off partly unwritten. Raises
+    ValueError.
     """
     _check(q, weights)
     tokens, count = q.shape[0], keys.shape[0]

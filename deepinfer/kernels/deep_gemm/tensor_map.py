@@ -26,7 +26,7 @@ def tensor_map(matrix: Tensor, box: tuple[int, int], swizzle: int) -> TensorMap:
     """Boxes of `box` (rows, columns) of a matrix [rows, columns] with contiguous columns; zeros outside it.
 
     `swizzle` (0, 32, 64, 128) is the width in bytes of the shared-memory pattern. Raises ValueError for a matrix that
-    the copy engine does not take: a start or row stride that is no multiple of 16 bytes, columns that are not contiguous.
+    the copy engine does not take: a start or row stride that is no multiple of 16 bytes, columns not contiguous.
     """
     if matrix.dim() != 2 or (matrix.shape[1] > 1 and matrix.stride(1) != 1):
         raise ValueError(f"matrix must be 2-dimensional with contiguous columns, got strides {matrix.stride()}")

@@ -1,0 +1,400 @@
+"""Matrix products and indexer logits for Hopper agree with float64 over what their operands hold; most need the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.deep_gemm.activations import quantize_rows, row_scaled_weight
+from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
+from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm, row_scales_layout
+from deepinfer.kernels.deep_gemm.fp8_variants import SHARED_BYTES, TILES, choose_tile
+from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gate_up, grouped_gemm
+from deepinfer.kernels.deep_gemm.mqa_logits import PAGE, PAGE_BYTES, mqa_logits, paged_mqa_logits
+from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
+from deepinfer.kernels.reference.basic import swiglu
+from deepinfer.kernels.reference.quant import (
+    dequantize_fp4_weight,
+    dequantize_fp8_weight,
+    fp8_round_trip,
+    pack_fp8_row,
+    quantize_fp8_weight,
+)
+
+gpu = pytest.mark.gpu
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+E4M3 = torch.float8_e4m3fn
+# Tensor cores add FP8 products with 14 bits or so; results are rounded to BF16 (2^-9).
+TOLERANCE = 4e-3
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Freed GPU memory holds NaN, so that an output that was not written shows."""
+    if torch.cuda.is_available():
+        torch.full((1 << 26,), float("nan"), device="cuda")
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    assert torch.isfinite(result.float()).all()
+    return ((result.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+
+
+def quantize(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """E4M3 with one scale for `rows` x 128 values."""
+    m, k = x.shape
+    blocks = torch.nn.functional.pad(x, (0, -k % 128, 0, -m % rows)).unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
+    scales = blocks.abs().amax((1, 3)).clamp_min(1e-30) / 448
+    values = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:m, :k]
+    return values.to(E4M3).contiguous(), scales.contiguous()
+
+
+def dequantize(values: Tensor, scales: Tensor, rows: int = 1) -> Tensor:
+    wide = scales.double().repeat_interleave(rows, 0)[: values.shape[0]]
+    return values.double() * wide.repeat_interleave(128, 1)[:, : values.shape[1]]
+
+
+def random_matrix(g: torch.Generator, m: int, k: int, spread: float) -> Tensor:
+    """Rows and pieces of 128 columns of very different size."""
+    x = torch.randn(m, k, generator=g) * torch.exp(spread * torch.randn(m, 1, generator=g))
+    pieces = torch.exp(spread * torch.randn(m, -(-k // 128), generator=g))
+    return (x * pieces.repeat_interleave(128, 1)[:, :k]).cuda()
+
+
+# ------------------------------------------------------------------ dense
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles_fit_the_copy_engine_and_shared_memory(tile):
+    parts = (tile.m // (1 + (tile.share == "a")), tile.n // (1 + (tile.share == "b")))
+    assert all(part <= 256 and part % 8 == 0 for part in parts)
+    assert tile.stages >= 3
+    assert tile.shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("m", [1, 16, 64, 128, 500, 4096, 100_000])
+@pytest.mark.parametrize("n", [8, 512, 5120, 32768])
+def test_every_shape_has_a_tile(m, n):
+    assert choose_tile(m, n, 132) in TILES
+
+
+def test_scales_are_laid_out_by_column():
+    scales = torch.randn(5, 3)
+    laid_out = row_scales_layout(scales)
+    assert torch.equal(laid_out, scales)
+    assert laid_out.stride() == (1, 8)
+    assert row_scales_layout(laid_out) is laid_out
+
+
+@pytest.mark.parametrize(
+    "matrix, message",
+    [
+        (torch.zeros(4, 4, 4), "2-dimensional"),
+        (torch.zeros(64, 64).T[:, :5], "contiguous"),
+        (torch.zeros(4, 6), "16 bytes"),
+        (torch.zeros(64).view(4, 16)[:, 1:5], "16 bytes"),
+    ],
+)
+def test_matrices_that_the_copy_engine_does_not_take(matrix, message):
+    with pytest.raises(ValueError, match=message):
+        tensor_map(matrix, (4, 4), 0)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8, 128), (300, 520, 1008), (77, 1288, 2304), (129, 5120, 128)])
+def test_dense_product(tile, shape):
+    m, n, k = shape
+    g = torch.Generator().manual_seed(m + n + k)
+    a, a_scales = quantize(random_matrix(g, m, k, 2.0), 1)
+    b, b_scales = quantize(random_matrix(g, n, k, 1.0), 128)
+    wide = torch.full((m, n + 8), float("nan"), dtype=torch.bfloat16, device="cuda")
+    out = fp8_gemm(a, a_scales, b, b_scales, wide[:, :n], tile=tile)
+    expected = dequantize(a, a_scales) @ dequantize(b, b_scales, 128).T
+    assert relative_error(out, expected) < TOLERANCE
+    assert wide[:, n:].isnan().all()
+    again = fp8_gemm(a, a_scales, b, b_scales, tile=tile)
+    assert torch.equal(again, out)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize(
+    "shape", [(4096, 1280, 5120), (128, 5120, 5120), (64, 512, 5120), (5, 4608, 5120), (200, 5120, 2304)]
+)
+def test_dense_product_with_a_scale_a_row_of_b(shape):
+    """V4.1-Flash's FP8 linears: activations rounded for 32 values, weights in 32 x 32 blocks."""
+    m, n, k = shape
+    g = torch.Generator().manual_seed(m)
+    x = random_matrix(g, m, k, 1.0).bfloat16()
+    values, scale_bytes = quantize_fp8_weight(random_matrix(g, n, k, 0.5))
+    result = fp8_gemm(*quantize_rows(x), *row_scaled_weight(values, scale_bytes, 32))
+    expected = fp8_round_trip(x.double()) @ dequantize_fp8_weight(values, scale_bytes, torch.float64).T
+    assert relative_error(result, expected) < TOLERANCE
+
+
+@gpu
+@hopper
+def test_dense_product_of_strided_rows_and_of_nothing():
+    g = torch.Generator().manual_seed(0)
+    a, a_scales = quantize(random_matrix(g, 50, 256, 1.0), 1)
+    b, b_scales = quantize(random_matrix(g, 128, 256, 1.0), 128)
+    wide = torch.zeros(50, 512, device="cuda").to(E4M3)
+    wide[:, 128:384] = a
+    assert torch.equal(fp8_gemm(wide[:, 128:384], a_scales, b, b_scales), fp8_gemm(a, a_scales, b, b_scales))
+    assert fp8_gemm(a[:0], a_scales[:0], b, b_scales).shape == (0, 128)
+
+
+@gpu
+@hopper
+def test_dense_product_of_extreme_scales():
+    a = torch.full((64, 256), 448.0, device="cuda").to(E4M3)
+    b = torch.full((128, 256), -448.0, device="cuda").to(E4M3)
+    ones = torch.ones(1, 2, device="cuda")
+    result = fp8_gemm(a, (ones * 1e-20).expand(64, 2).contiguous(), b, ones * 1e20)
+    assert torch.allclose(
+        result.double(), torch.tensor(-448.0 * 448 * 256, dtype=torch.float64, device="cuda"), rtol=4e-3
+    )
+    huge = fp8_gemm(a, torch.full((64, 2), 1e30, device="cuda"), b, ones * 1e30)
+    assert torch.equal(huge, torch.full_like(huge, float("-inf")))
+    nan = torch.ones(64, 2, device="cuda")
+    nan[3, 1] = float("nan")
+    result = fp8_gemm(a, nan, b, ones)
+    assert result[3].isnan().all()
+    assert result[:3].isfinite().all() and result[4:].isfinite().all()
+
+
+def test_a_weight_of_blocks_becomes_one_of_rows():
+    g = torch.Generator().manual_seed(1)
+    blocks = torch.exp(2 * torch.randn(3, 5, generator=g)).repeat_interleave(32, 0).repeat_interleave(32, 1)
+    values, scale_bytes = quantize_fp8_weight((torch.randn(96, 160, generator=g) * blocks)[:90])
+    rows, scales = row_scaled_weight(values, scale_bytes, 32)
+    expected = dequantize_fp8_weight(values, scale_bytes, torch.float64)
+    difference = (rows.double() * scales.double()[:, None] - expected).abs()
+    assert (difference <= scales.double()[:, None] * 2.0**-10).all()  # half a step of the smallest E4M3 values
+
+
+# ------------------------------------------------------------------ activations
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("shape", [(1, 32), (777, 1312), (64, 5120)])
+def test_activations_are_rounded_for_32_values(shape):
+    g = torch.Generator().manual_seed(shape[0])
+    x = (random_matrix(g, *shape, 1.0)).bfloat16()
+    x[0, :32] = 0
+    values, scales = quantize_rows(x)
+    assert relative_error(dequantize(values, scales), fp8_round_trip(x.double())) < 1e-4
+    rows = torch.randint(0, shape[0], (100,), dtype=torch.int32, device="cuda")
+    picked, picked_scales = quantize_rows(x, rows=rows)
+    assert torch.equal(picked.view(torch.uint8), values.view(torch.uint8)[rows.long()])
+    assert torch.equal(picked_scales, scales[rows.long()])
+    packed = pack_fp8_row(x.float())
+    stored = packed[:, : shape[1]].contiguous().view(E4M3)
+    again, again_scales = quantize_rows(stored, packed[:, shape[1] :])
+    assert torch.equal(again.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(again_scales, scales)
+
+
+# ------------------------------------------------------------------ grouped
+
+
+def random_experts(experts: int, rows: int, columns: int, spread: int, device: str) -> tuple[Tensor, Tensor]:
+    packed = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8)
+    scales = torch.randint(120, 120 + spread, (experts, rows, columns // 32), dtype=torch.uint8)
+    return packed.to(device), scales.to(device)
+
+
+def widened(weights: ExpertWeights) -> Tensor:
+    """What the kernel makes of the arranged codes, step by step as fp4_weights.cuh describes it; float64 [E, O, K]."""
+    experts, row_blocks, k_blocks, _ = weights.tiles.shape
+    words = weights.tiles[..., :16384].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    words = words.view(experts, row_blocks, k_blocks, 4, 4, 2, 8, 4, 4)  # q, warp, half, row, lane, group of 32
+    steps = weights.tiles[..., 16384:].long().view(experts, row_blocks, k_blocks, 4, 4, 2, 8, 1, 4)
+    exponent = torch.where(steps < 128, steps - 5, -6 - (steps & 7)).double()
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    out = torch.zeros(experts, row_blocks, 4, 4, 2, 8, k_blocks, 4, 2, 4, 4, dtype=torch.float64)
+    for upper in range(2):
+        for i in range(4):
+            value = magnitudes[words >> (16 * upper + 4 * i) & 7] * torch.exp2(exponent)
+            value = value.to(E4M3).double()  # exact, or rounded among the smallest E4M3 values
+            sign = 1 - 2 * (words >> (8 * i + 7 - 4 * upper) & 1)
+            signed = (value * sign).permute(0, 1, 3, 4, 5, 6, 2, 8, 7)  # E, block, q, warp, half, row, k block, s, lane
+            out[..., upper, :, i] = signed
+    matrix = out.reshape(experts, row_blocks * 256, k_blocks * 128) * weights.row_scales.double().unsqueeze(-1)
+    assert (matrix[:, weights.rows :] == 0).all()
+    assert (matrix[:, :, weights.columns :] == 0).all()
+    return matrix[:, : weights.rows, : weights.columns]
+
+
+@pytest.mark.parametrize("rows, columns", [(256, 128), (300, 160), (16, 32)])
+def test_arranged_weights_hold_the_same_values(rows, columns):
+    torch.manual_seed(rows)
+    packed, scales = random_experts(2, rows, columns, 12, "cpu")
+    assert torch.equal(widened(arrange(packed, scales)), dequantize_fp4_weight(packed, scales, torch.float64))
+
+
+def test_arranged_weights_round_only_far_below_a_rows_largest():
+    torch.manual_seed(0)
+    packed, scales = random_experts(1, 256, 512, 100, "cpu")
+    expected = dequantize_fp4_weight(packed, scales, torch.float64)
+    difference = (widened(arrange(packed, scales)) - expected).abs()
+    assert (difference <= expected.abs().amax(-1, keepdim=True) * 2.0**-16).all()
+    assert (difference > 0).any()
+
+
+def test_gate_and_up_take_turns_of_eight_rows():
+    torch.manual_seed(0)
+    packed, scales = random_experts(2, 96, 64, 4, "cpu")
+    order = torch.arange(96).view(2, 6, 8).transpose(0, 1).flatten()
+    expected = dequantize_fp4_weight(packed, scales, torch.float64)[:, order]
+    assert torch.equal(widened(arrange(packed, scales, gate_up=True)), expected)
+
+
+def test_arranged_weights_are_no_larger_than_stored_ones():
+    packed, scales = random_experts(2, 512, 256, 4, "cpu")
+    assert arrange(packed, scales).tiles.numel() == packed.numel() + scales.numel()
+
+
+@pytest.mark.parametrize(
+    "gate_up, rows, columns, message", [(True, 24, 64, "multiple of 8"), (False, 16, 48, "K % 32")]
+)
+def test_weights_that_cannot_be_arranged(gate_up, rows, columns, message):
+    packed = torch.zeros(1, rows, columns // 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=message):
+        arrange(packed, torch.zeros(1, rows, columns // 32, dtype=torch.uint8), gate_up)
+
+
+def ranges(counts: Sequence[int], room: int | None = None) -> tuple[Tensor, Tensor, int]:
+    """begins, counts and the rows of x; contiguous, or each expert with `room` rows."""
+    count = torch.tensor(counts, dtype=torch.int32)
+    begins = count.cumsum(0) - count if room is None else torch.arange(len(counts)) * room
+    total = int(count.sum()) if room is None else room * len(counts)
+    return begins.int().cuda(), count.cuda(), total
+
+
+GROUPS = [
+    # rows, columns, counts
+    (256, 128, [16, 0, 5]),
+    (512, 256, [1, 130, 64, 33]),
+    (600, 480, [96, 97, 200, 0, 3]),
+    (5120, 2304, [70, 50]),
+    (256, 5120, [0, 0, 0, 20]),
+    (256, 128, [0, 0]),
+]
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("room", [None, 210])
+@pytest.mark.parametrize("rows, columns, counts", GROUPS)
+def test_grouped_product(rows, columns, counts, room):
+    torch.manual_seed(rows + columns)
+    packed, scales = random_experts(len(counts), rows, columns, 6, "cuda")
+    begins, count, total = ranges(counts, room)
+    g = torch.Generator().manual_seed(3)
+    x, x_scales = quantize(random_matrix(g, max(total, 1), columns, 1.0)[:total], 1)
+    out = torch.full((total, rows), float("nan"), dtype=torch.bfloat16, device="cuda")
+    grouped_gemm(x, x_scales, begins, count, arrange(packed, scales), out)
+    weights = dequantize_fp4_weight(packed, scales, torch.float64)
+    written = torch.zeros(total, dtype=torch.bool, device="cuda")
+    for expert, (begin, size) in enumerate(zip(begins.tolist(), counts, strict=True)):
+        part = slice(begin, begin + size)
+        written[part] = True
+        if size:
+            expected = dequantize(x[part], x_scales[part]) @ weights[expert].T
+            assert relative_error(out[part], expected) < TOLERANCE
+    assert out[~written].isnan().all()
+    if total:
+        order = torch.randperm(total, device="cuda").int()
+        scattered = torch.full_like(out, float("nan"))
+        grouped_gemm(x, x_scales, begins, count, arrange(packed, scales), scattered, order)
+        assert torch.equal(scattered[order.long()][written], out[written])
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize(
+    "inner, columns, counts", [(128, 128, [16, 0, 5]), (288, 480, [96, 97, 200, 0, 3]), (2304, 5120, [70, 50])]
+)
+def test_grouped_gate_and_up(inner, columns, counts):
+    torch.manual_seed(inner)
+    packed, scales = random_experts(len(counts), 2 * inner, columns, 4, "cuda")
+    begins, count, total = ranges(counts)
+    g = torch.Generator().manual_seed(4)
+    x, x_scales = quantize(random_matrix(g, total, columns, 0.5) * 0.05, 1)
+    gates = torch.rand(total, generator=g).cuda()
+    values, value_scales = grouped_gate_up(x, x_scales, begins, count, arrange(packed, scales, True), gates, 7.0)
+    weights = dequantize_fp4_weight(packed, scales, torch.float64)
+    for expert, (begin, size) in enumerate(zip(begins.tolist(), counts, strict=True)):
+        part = slice(begin, begin + size)
+        if size:
+            product = (dequantize(x[part], x_scales[part]) @ weights[expert].T).bfloat16().float()
+            z = (gates[part, None] * swiglu.reference(product, 7.0)).bfloat16().double()
+            result = dequantize(values[part], value_scales[part])
+            assert relative_error(result, z) < 0.04  # E4M3 of z
+            # A value on the other side of a rounding boundary differs by a step; few do.
+            assert ((result - fp8_round_trip(z)).abs() > 1e-3 * z.abs().amax()).double().mean() < 0.02
+
+
+# ------------------------------------------------------------------ indexer
+
+
+def random_query(tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q = torch.randn(tokens, 32, 128, device="cuda").to(E4M3)
+    k = torch.randn(keys, 128, device="cuda").to(E4M3)
+    return q, k, torch.rand(keys, device="cuda") + 0.1, torch.randn(tokens, 32, device="cuda")
+
+
+def expected_logits(q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor) -> Tensor:
+    dots = torch.relu(torch.einsum("thd,sd->ths", q.double(), keys.double()))
+    return torch.einsum("th,ths->ts", weights.double(), dots) * scales.double()
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("tokens, keys", [(5, 1), (9, 130), (64, 5000), (300, 1000), (1, 128)])
+def test_logits_of_ranges(tokens, keys):
+    torch.manual_seed(tokens)
+    q, k, scales, weights = random_query(tokens, keys)
+    starts = torch.randint(0, max(keys // 2, 1), (tokens,), dtype=torch.int32, device="cuda")
+    ends = torch.randint(0, keys + 1, (tokens,), dtype=torch.int32, device="cuda")
+    out = mqa_logits(q, k, scales, weights, starts, ends)
+    at = torch.arange(keys, device="cuda")
+    seen = (at >= starts[:, None]) & (at < ends[:, None])
+    assert (out[~seen] == float("-inf")).all()
+    assert relative_error(out[seen], expected_logits(q, k, scales, weights)[seen]) < 1e-3
+    part = mqa_logits(q, k, scales, weights, starts, ends, clean=False)
+    assert torch.equal(part[seen], out[seen])
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize(
+    "sequences, queries, width",
+    [(3, 1, 200), (5, 2, 1000), (2, 6, 300), (40, 3, 500), (7, 4, 64), (4, 5, 257), (3, 8, 129)],
+)
+def test_logits_of_pages(sequences, queries, width):
+    torch.manual_seed(width)
+    pages = -(-width // PAGE)
+    q, k, scales, weights = random_query(sequences * queries, sequences * pages * PAGE)
+    stored = torch.cat((k.view(torch.uint8).view(-1, PAGE * 128), scales.view(-1, PAGE).view(torch.uint8)), 1)
+    order = torch.randperm(sequences * pages, device="cuda")
+    cache = torch.full((sequences * pages + 3, PAGE_BYTES), 255, dtype=torch.uint8, device="cuda")
+    cache[order] = stored
+    visible = torch.randint(0, width + 1, (sequences * queries,), dtype=torch.int32, device="cuda")
+    table = order.view(sequences, pages).int().contiguous()
+    out = paged_mqa_logits(q.view(sequences, queries, 32, 128), cache, weights, visible, table, width)
+    for i in range(sequences):
+        rows, own = slice(i * queries, (i + 1) * queries), slice(i * pages * PAGE, i * pages * PAGE + width)
+        expected = expected_logits(q[rows], k[own], scales[own], weights[rows])
+        seen = torch.arange(width, device="cuda") < visible[rows, None]
+        if seen.any():
+            assert relative_error(out[rows][seen], expected[seen]) < 1e-3
