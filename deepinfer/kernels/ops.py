@@ -50,6 +50,9 @@ __all__ = [
 
 def reads_fp4_experts(dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether `moe_experts_fp4` has a kernel for activations of `dtype` there; its reference is slow."""
-    if registry.FORCE_REFERENCE or torch.device(device).type != "cpu" or dtype is not torch.float32:
+    kind = torch.device(device).type
+    if registry.FORCE_REFERENCE:
         return False
-    return cpu.cpu_backend_status().active
+    if kind == "cuda":
+        return dtype in (torch.bfloat16, torch.float32) and kind in moe_experts_fp4.backends
+    return kind == "cpu" and dtype is torch.float32 and cpu.cpu_backend_status().active

@@ -1,8 +1,8 @@
 """mHC: post-mix, coefficients and pre-mix in two kernels.
 
 The first streams h once. For some tokens and channels it makes h' (post-mix), the mix-in sum(p_prev h'), and the
-product of h' with `fn` on the spot; each program leaves its share of the products and of the sums of squares. The second adds
-the shares of a token in a fixed order, runs Sinkhorn on its matrix in registers and norms the mix-in.
+product of h' with `fn` on the spot; each program leaves its share of the products and of the sums of squares. The
+second adds the shares of a token in a fixed order, runs Sinkhorn on its matrix in registers and norms the mix-in.
 """
 
 from __future__ import annotations
