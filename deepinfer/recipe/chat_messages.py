@@ -24,6 +24,9 @@ def read_message(entry: Any, path: str) -> BuildMessage:
         return _read_assistant(obj, path)
     if "content" not in obj:
         fields.refuse("missing field `content`", fields.join(path, "content"))
+    if role == "latest_reminder":
+        reminder = fields.text(obj["content"], fields.join(path, "content"))
+        return lambda version, _: Message("latest_reminder", reminder)
     content = _read_content(obj["content"], path)
     if role == "tool":
         call_id = fields.required(obj, "tool_call_id", fields.text, path)

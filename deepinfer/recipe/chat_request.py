@@ -12,7 +12,7 @@ from deepinfer.recipe.prompt import Prompt
 from deepinfer.recipe.render import render
 from deepinfer.recipe.request import ConversationRequest, ConversionOptions, InferenceOptions
 from deepinfer.recipe.schema import check_format_schema
-from deepinfer.recipe.tools import check_name, check_parameters, check_unique, choose_tools
+from deepinfer.recipe.tools import check_name, choose_tools
 
 _FORMATS = ("json_object", "json_schema", "regex", "text")
 
@@ -46,8 +46,8 @@ def convert_chat_request(
         raise ConversionError("stream_options should be set along with stream = true", "stream_options")
     settings.stop_strings(stops, "stop", stops_listed)
     thinking, level = settings.thinking_and_effort(thinking_type, effort, options)
-    tools = [_check_tool(tool, i) for i, tool in enumerate(tools)]
-    check_unique(tools)
+    for i, tool in enumerate(tools):
+        check_name(tool.name, f"tools[{i}].function.name")
     messages = settings.without_empty_system([message(version, thinking) for message in read])
     check_tool_turns(messages)
     _check_prefix_is_last(messages)
@@ -69,7 +69,7 @@ def convert_chat_request(
         regex=format_value if format_kind == "regex" else None,
     )
     if options.reject_missing_reasoning:
-        settings.require_reasoning(conversation)
+        settings.require_reasoning(conversation, bool(tools))
     return ConversationRequest(
         model=model,
         model_version=version,
@@ -131,12 +131,6 @@ def _read_tool(entry: Any, path: str) -> ToolDefinition:
         parameters=function.get("parameters"),
         strict=fields.optional(function, "strict", fields.boolean, inner),
     )
-
-
-def _check_tool(tool: ToolDefinition, index: int) -> ToolDefinition:
-    check_name(tool.name, f"tools[{index}].function.name")
-    parameters = check_parameters(tool.name, tool.parameters, tool.strict)
-    return ToolDefinition(tool.name, tool.description, parameters, tool.strict)
 
 
 def _read_tool_choice(value: Any) -> tuple[str, str | None]:

@@ -1,6 +1,7 @@
 """Content blocks of a Messages request -> messages (recipe spec, 4)."""
 
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import Any
 
 from deepinfer.recipe import fields, json_text
@@ -70,7 +71,8 @@ def _read_block(value: Any, path: str, index: int, allowed: tuple[str, ...]) -> 
         case "tool_use":
             call_id = fields.required(obj, "id", fields.text, where)
             name = fields.required(obj, "name", fields.text, where)
-            arguments = fields.required(obj, "input", lambda given, _: json_text.dumps(given), where)
+            given = fields.required(obj, "input", lambda value, _: value, where)
+            arguments = json_text.dumps(given, spell_float=json_text.rust_float)
             return Block(kind, call=ToolCall(call_id, name, arguments))
         case "tool_result":
             call_id = fields.required(obj, "tool_use_id", fields.text, where)
@@ -241,5 +243,6 @@ def _assistant_message(
                 raise ConversionError("Image in assistant message is unsupported", where)
             texts.append(part)
     thought = "\n\n".join(reasoning) if reasoning and thinking else None
-    message = Message("assistant", "\n\n".join(texts), thought, tuple(calls))
+    spoken = list(dropwhile(lambda text: not text, texts))  # nothing is parted from nothing
+    message = Message("assistant", "\n\n".join(spoken), thought, tuple(calls))
     return message, [call.id for call in calls]

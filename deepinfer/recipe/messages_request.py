@@ -11,7 +11,7 @@ from deepinfer.recipe.fields import Json
 from deepinfer.recipe.messages_blocks import build_messages, read_entry
 from deepinfer.recipe.request import ConversationRequest, ConversionOptions, InferenceOptions
 from deepinfer.recipe.schema import check_format_schema
-from deepinfer.recipe.tools import check_name, check_parameters, check_unique, choose_tools
+from deepinfer.recipe.tools import check_name, choose_tools
 
 _CHOICES = ("auto", "any", "tool", "none")
 
@@ -67,7 +67,7 @@ def convert_messages_request(
         json_schema=schema,
     )
     if options.reject_missing_reasoning:
-        settings.require_reasoning(conversation)
+        settings.require_reasoning(conversation, bool(definitions))
     return ConversationRequest(
         model=model,
         model_version=version,
@@ -124,10 +124,8 @@ def _check_tools(declared: list[tuple[str, Json]], options: ConversionOptions) -
             raise ConversionError(
                 f"Invalid schema for function '{obj['name']}': null is not of types \"boolean\", \"object\"", path
             )
-        parameters = check_parameters(obj["name"], obj["input_schema"], None)
         deferred = bool(obj.get("defer_loading"))
-        tools.append(ToolDefinition(obj["name"], obj.get("description"), parameters, None, deferred))
-    check_unique(tools)
+        tools.append(ToolDefinition(obj["name"], obj.get("description"), obj["input_schema"], None, deferred))
     if tools and all(tool.defer_loading for tool in tools):
         raise ConversionError(
             "tools: at least one tool must have defer_loading=false. All tools cannot be deferred.", "tools"

@@ -25,6 +25,8 @@ def render(
     header, messages = _split_header(conversation.messages, model_version)
     _write_header(writer, conversation, header, model_version, empty=header is None and not messages)
     before: Message | None = None
+    if model_version == "v4":
+        messages = [_with_sorted_calls(message) for message in messages]
     for message in _order_tool_results(messages):
         if model_version == "v4.1" and _repeats_reminder(message, before):
             continue
@@ -154,6 +156,11 @@ def _write_assistant(
         write_tool_calls(writer, message.tool_calls, DSML_STYLES[version])
     if not message.prefix:
         writer.control("eos")
+
+
+def _with_sorted_calls(message: Message) -> Message:
+    """V4 writes the calls of a turn in the order of their ids."""
+    return replace(message, tool_calls=tuple(sorted(message.tool_calls, key=lambda call: call.id)))
 
 
 def _order_tool_results(messages: Sequence[Message]) -> list[Message]:

@@ -173,7 +173,7 @@ def build_messages(items: list[Item], version: ModelVersion, thinking: bool) -> 
         if item.kind == "reasoning":
             if not item.reasoning:
                 continue
-            if turn is not None and turn.texts:
+            if turn is not None and any(turn.texts):
                 close_turn()
             turn = turn or _Turn()
             turn.reasoning.append(item.reasoning)
@@ -183,7 +183,8 @@ def build_messages(items: list[Item], version: ModelVersion, thinking: bool) -> 
         else:
             close_turn()
             content = join_parts([part(version) for part in item.parts])
-            messages.append(Message("user" if item.role == "user" else "system", content))
+            says_user = item.role == "user" or (item.role == "developer" and version == "v4")  # V4 knows no developer
+            messages.append(Message("user" if says_user else "system", content))
     close_calls()
     return messages
 

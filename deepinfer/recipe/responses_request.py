@@ -64,7 +64,7 @@ def convert_responses_request(
         json_schema=format_obj["schema"] if format_kind == "json_schema" else None,
     )
     if options.reject_missing_reasoning:
-        settings.require_reasoning(conversation)
+        settings.require_reasoning(conversation, bool(tools.definitions))
     return ConversationRequest(
         model=model,
         model_version=version,

@@ -8,7 +8,7 @@ from deepinfer.recipe.conversation import ToolDefinition
 from deepinfer.recipe.errors import ConversionError
 from deepinfer.recipe.fields import Json
 from deepinfer.recipe.request import ConversionOptions
-from deepinfer.recipe.tools import check_name, check_parameters, check_unique
+from deepinfer.recipe.tools import check_name
 
 WEB_SEARCH = ("web_search", "web_search_2025_08_26")
 _CHOICES = ("function", *WEB_SEARCH, "custom")
@@ -71,14 +71,12 @@ def convert_tools(declared: list[tuple[str, Json]], options: ConversionOptions) 
             if options.responses_web_search == "Reject":
                 raise ConversionError("Server tools are not supported", path)
             tools.echo.append({"type": kind, "search_context_size": None, "user_location": None})
-    check_unique(tools.definitions)
     return tools
 
 
 def _function(obj: Json, name: str, description: str | None, path: str) -> ToolDefinition:
     check_name(obj["name"], f"{path}.name")
-    strict = obj.get("strict")
-    return ToolDefinition(name, description, check_parameters(name, obj.get("parameters"), strict), strict)
+    return ToolDefinition(name, description, obj.get("parameters"), obj.get("strict"))
 
 
 def _add_namespace(tools: ResponsesTools, obj: Json, path: str) -> None:

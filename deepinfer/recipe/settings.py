@@ -166,16 +166,22 @@ def _float32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-def require_reasoning(conversation: Conversation) -> None:
-    """Refuse tool calls whose reasoning the client did not pass back, while tools are in force.
+def require_reasoning(conversation: Conversation, declares_tools: bool) -> None:
+    """Refuse turns after the last user message whose reasoning the client did not pass back.
 
-    A call id with ``_ET_`` was issued by us for a turn without reasoning, so nothing is missing there.
+    That is turns that call tools and, with tools declared (be they in force or not), all turns.  A call id with
+    ``_ET_`` was issued by us for a turn without reasoning, so nothing is missing there.
     """
-    if not (conversation.thinking and conversation.tools_in_force):
+    if not conversation.thinking:
         return
-    for message in conversation.messages:
-        missing = bool(message.tool_calls) and message.reasoning_content is None
-        if missing and not any("_ET_" in call.id for call in message.tool_calls):
+    for message in reversed(conversation.messages):
+        if message.role == "user":
+            return
+        if message.role != "assistant" or message.reasoning_content is not None:
+            continue
+        if any("_ET_" in call.id for call in message.tool_calls):
+            continue
+        if message.tool_calls or declares_tools:
             raise ConversionError(
                 "The `reasoning_content` in the thinking mode must be passed back to the API.", "messages"
             )

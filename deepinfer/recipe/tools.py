@@ -1,6 +1,7 @@
 """Tool declarations and tool choice, as all protocols check them."""
 
 import re
+from dataclasses import replace
 from typing import Any, Literal
 
 from deepinfer.recipe import json_text
@@ -62,11 +63,14 @@ def choose_tools(
 ) -> tuple[tuple[ToolDefinition, ...], Literal["auto", "none", "required"]]:
     """Tools and choice for the prompt: ``none`` removes the tools, a name keeps that tool only and requires it.
 
-    Without tools every choice means auto.  Raises ConversionError for a name that is not declared, and for a required
-    call while thinking: the prompt cannot open the tool block before the reasoning.
+    Without tools every choice means auto.  Tools that are not removed are checked here.  Raises ConversionError for bad
+    parameters, for two tools of one name, for a name that is not declared, and for a required call while thinking: the
+    prompt cannot open the tool block before the reasoning.
     """
     if choice == "none":
         return (), "none"
+    tools = [replace(tool, parameters=check_parameters(tool.name, tool.parameters, tool.strict)) for tool in tools]
+    check_unique(tools)
     if not tools:
         return (), "auto"
     if named is not None:
