@@ -81,7 +81,7 @@ def row_scaled_weight(values: Tensor, scale_bytes: Tensor, block_rows: int) -> t
     """E4M3 [N, K] with E8M0 bytes [ceil(N / block_rows), K / 32] -> E4M3 [N, K] and one float32 scale a row [N].
 
     block_rows is 32 for the model's FP8 weights, 1 for MXFP8. A row takes its largest scale; smaller groups lose only
-    what E4M3 cannot hold below it, 2^-19 of the row's largest values and less.
+    what E4M3 cannot hold below it, 2^-10 of that scale and less.
     """
     exponents = scale_bytes.view(torch.uint8).to(torch.int32).repeat_interleave(block_rows, 0)[: values.shape[0]]
     top = exponents.amax(1, keepdim=True)

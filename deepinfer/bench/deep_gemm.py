@@ -1,0 +1,285 @@
+"""FP8 matrix products on one Hopper GPU: dense, grouped with MXFP4 experts, indexer logits; beside DeepGEMM.
+
+python -m deepinfer.bench.deep_gemm [--save FOLDER] [--only dense,grouped,logits]
+
+DeepGEMM (package tokenspeed-deepgemm) is measured where it can be imported. Medians of CUDA graph replays on random
+data, several input sets where one would stay in L2, clocks left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.bench.flash_mla import copy_bandwidth, time_us
+from deepinfer.bench.results import RESULTS_DIR, Record, measured, save
+from deepinfer.kernels.deep_gemm.activations import quantize_rows
+from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
+from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm, row_scales_layout
+from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gate_up, grouped_gemm
+from deepinfer.kernels.deep_gemm.mqa_logits import PAGE, PAGE_BYTES, mqa_logits, paged_mqa_logits
+
+COMMAND = "python -m deepinfer.bench.deep_gemm"
+PART = "4B"
+E4M3 = torch.float8_e4m3fn
+DIM, INNER, EXPERTS, ACTIVE = 5120, 2304, 384, 6
+HEADS, INDEX_DIM = 32, 128
+
+# M, N, K, input sets: the plan's three, then V4.1-Flash's linears (wq_b, wkv, shared experts, indexer.wq_b).
+DENSE = [
+    (8192, 8192, 8192, 1),
+    (4096, 5120, 5120, 3),
+    (128, 5120, 5120, 4),
+    (4096, 32768, 1280, 1),
+    (4096, 512, 5120, 3),
+    (4096, 4608, 5120, 2),
+    (4096, 5120, 2304, 3),
+    (128, 4608, 5120, 4),
+    (64, 5120, 5120, 4),
+    (16, 5120, 5120, 4),
+]
+
+
+def import_deep_gemm() -> Any:
+    """The module, or None where it is not installed."""
+    try:
+        import deep_gemm
+
+        return deep_gemm
+    except ImportError:
+        return None
+
+
+def baseline_us(runs: list[Callable[[], object]]) -> float | None:
+    """Median microseconds, or None (and the reason printed) if the baseline does not run here."""
+    try:
+        return time_us(runs)
+    except Exception as error:  # whatever a foreign package raises
+        print(f"baseline failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
+        return None
+
+
+def random_fp8(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, device="cuda").to(E4M3)
+
+
+def record(name: str, unit: str, value: float, baseline: tuple[str, float | None], target: float | None) -> Record:
+    """One record; without a baseline value there is no target."""
+    known = baseline[1] is not None
+    return measured(
+        name,
+        part=PART,
+        unit=unit,
+        value=value,
+        command=COMMAND,
+        baseline_name=baseline[0] if known else None,
+        baseline_value=baseline[1],
+        target=target if known else None,
+    )
+
+
+# ------------------------------------------------------------------ dense
+
+
+def dense() -> list[Record]:
+    """1 x 128 scales of activations, 128 x 128 of weights."""
+    deep_gemm, records = import_deep_gemm(), []
+    for m, n, k, sets in DENSE:
+        ours: list[Callable[[], object]] = []
+        theirs: list[Callable[[], object]] = []
+        row_wise: list[Callable[[], object]] = []
+        for _ in range(sets):
+            a, b = random_fp8(m, k), random_fp8(n, k)
+            a_scales = row_scales_layout(torch.rand(m, k // 128, device="cuda"))
+            b_scales = torch.rand(-(-n // 128), k // 128, device="cuda")
+            out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+            ours.append(partial(fp8_gemm, a, a_scales, b, b_scales, out))
+            if deep_gemm is not None:
+                theirs.append(partial(deep_gemm.fp8_gemm_nt, (a, a_scales), (b, b_scales), out))
+            scales = torch.rand(m, 1, device="cuda"), torch.rand(1, n, device="cuda")
+            row_wise.append(partial(torch._scaled_mm, a, b.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True))
+        flops = 2.0 * m * n * k / 1e6
+        rate = flops / time_us(ours)
+        name = f"FP8 GEMM, 1x128 and 128x128 scales, {m} x {n} x {k}"
+        theirs_us = baseline_us(theirs) if theirs else None
+        records.append(record(name, "TFLOP/s", rate, ("DeepGEMM", theirs_us and flops / theirs_us), 0.95))
+        row_wise_us = baseline_us(row_wise)
+        baseline = ("torch._scaled_mm, row-wise scales", row_wise_us and flops / row_wise_us)
+        records.append(record(f"{name}, beside one scale a row", "TFLOP/s", rate, baseline, None))
+    return records
+
+
+# ------------------------------------------------------------------ grouped
+
+
+def random_experts(rows: int, columns: int, gate_up: bool) -> ExpertWeights:
+    packed = torch.randint(0, 256, (EXPERTS, rows, columns // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(118, 124, (EXPERTS, rows, columns // 32), dtype=torch.uint8, device="cuda")
+    return arrange(packed, scales, gate_up)
+
+
+def route(tokens: int) -> tuple[Tensor, Tensor]:
+    """begins and counts of the rows of each expert; every token chooses ACTIVE experts at random."""
+    chosen = torch.rand(tokens, EXPERTS, device="cuda").topk(ACTIVE).indices.flatten()
+    counts = torch.bincount(chosen, minlength=EXPERTS).int()
+    return (counts.cumsum(0) - counts).int(), counts
+
+
+def grouped() -> list[Record]:
+    """The down product and the fused gate and up product of 384 experts, 6 a token."""
+    bandwidth, records = copy_bandwidth(), []
+    dense_rate = 2.0 * 8192**3 / dense_us(8192, 8192, 8192) / 1e6
+    for name, rows, columns, gate_up in (
+        ("down 2304 -> 5120", DIM, INNER, False),
+        ("gate and up 5120 -> 2 x 2304, SwiGLU and FP8 cast fused", 2 * INNER, DIM, True),
+    ):
+        weights = random_experts(rows, columns, gate_up)
+        for tokens in (4096, 128):
+            begins, counts = route(tokens)
+            x, x_scales = quantize_rows(torch.randn(tokens * ACTIVE, columns, device="cuda", dtype=torch.bfloat16))
+            gates = torch.rand(tokens * ACTIVE, device="cuda")
+            run: Callable[[], object]
+            if gate_up:
+                run = partial(grouped_gate_up, x, x_scales, begins, counts, weights, gates, 7.0)
+            else:
+                run = partial(grouped_gemm, x, x_scales, begins, counts, weights)
+            us = time_us([run])
+            flops = 2.0 * tokens * ACTIVE * rows * columns / 1e6
+            title = f"grouped GEMM FP8 x MXFP4, {name}, {tokens} tokens"
+            if tokens == 4096:
+                baseline = ("dense FP8 GEMM, 8192^3, same run", dense_rate)
+                records.append(record(title, "TFLOP/s", flops / us, baseline, 0.6))
+            used = int((counts > 0).sum())
+            moved = used * weights.tiles[0].numel() + x.numel() + tokens * ACTIVE * rows * (0.5 if gate_up else 2)
+            baseline = ("copy, bytes read and written", bandwidth / 1e12)
+            target = 0.8 if tokens == 128 else None
+            records.append(record(f"{title}, bandwidth", "TB/s", moved / us / 1e6, baseline, target))
+            for baseline_name, runs in grouped_baselines(tokens, counts.tolist(), rows, columns):
+                theirs = baseline_us([runs])
+                if theirs is not None:
+                    entry = (baseline_name, flops / theirs)
+                    records.append(record(f"{title}, beside {baseline_name}", "TFLOP/s", flops / us, entry, None))
+        del weights
+    return records
+
+
+def dense_us(m: int, n: int, k: int) -> float:
+    a_scales = row_scales_layout(torch.rand(m, k // 128, device="cuda"))
+    b_scales = torch.rand(n // 128, k // 128, device="cuda")
+    return time_us([partial(fp8_gemm, random_fp8(m, k), a_scales, random_fp8(n, k), b_scales)])
+
+
+def grouped_baselines(
+    tokens: int, counts: list[int], rows: int, columns: int
+) -> list[tuple[str, Callable[[], object]]]:
+    """DeepGEMM's grouped FP8 product (FP8 weights, no SwiGLU), and one FP8 product an expert."""
+    weights = torch.randint(0, 0x78, (EXPERTS, rows, columns), dtype=torch.uint8, device="cuda").view(E4M3)
+    found: list[tuple[str, Callable[[], object]]] = []
+    deep_gemm = import_deep_gemm()
+    if deep_gemm is not None:
+        room = -(-max(counts) // 64) * 64
+        x = torch.randn(EXPERTS * room, columns, device="cuda").to(E4M3).view(EXPERTS, room, columns)
+        x_scales = torch.rand(EXPERTS, columns // 128, room, device="cuda").transpose(1, 2)
+        w_scales = torch.rand(EXPERTS, rows // 128, columns // 128, device="cuda")
+        out = torch.empty(EXPERTS, room, rows, dtype=torch.bfloat16, device="cuda")
+        masked = torch.tensor(counts, dtype=torch.int32, device="cuda")
+        expected = -(-sum(counts) // EXPERTS)
+        call = deep_gemm.m_grouped_fp8_gemm_nt_masked
+        found.append(
+            ("DeepGEMM grouped masked FP8", partial(call, (x, x_scales), (weights, w_scales), out, masked, expected))
+        )
+    rows_of = torch.randn(tokens * ACTIVE, columns, device="cuda").to(E4M3)
+    one = torch.ones((), device="cuda")
+
+    def loop() -> None:
+        first = 0
+        for expert, count in enumerate(counts):
+            if count:
+                part = rows_of[first : first + count]
+                torch._scaled_mm(part, weights[expert].T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+                first += count
+
+    found.append(("loop over experts, torch._scaled_mm FP8", loop))
+    return found
+
+
+# ------------------------------------------------------------------ logits
+
+
+def logits(context: int = 32768) -> list[Record]:
+    """32 heads of 128: prefill of 4,096 tokens at the end of 32K keys, and decode of 64 sequences of 32K keys."""
+    deep_gemm, records = import_deep_gemm(), []
+    tokens = 4096
+    q = torch.randn(tokens, HEADS, INDEX_DIM, device="cuda").to(E4M3)
+    keys, key_scales = random_fp8(context, INDEX_DIM), torch.rand(context, device="cuda")
+    weights = torch.randn(tokens, HEADS, device="cuda")
+    ends = torch.arange(context - tokens + 1, context + 1, dtype=torch.int32, device="cuda")
+    starts = torch.zeros_like(ends)
+    flops = 2.0 * float(ends.sum()) * HEADS * INDEX_DIM / 1e6
+    for clean in (True, False):
+        us = time_us([partial(mqa_logits, q, keys, key_scales, weights, starts, ends, clean)])
+        theirs = None
+        if deep_gemm is not None:
+            theirs = baseline_us(
+                [partial(deep_gemm.fp8_mqa_logits, q, (keys, key_scales), weights, starts, ends, clean)]
+            )
+        name = f"indexer logits, prefill {tokens} x {context}, " + ("-inf elsewhere" if clean else "seen keys only")
+        records.append(record(name, "TFLOP/s", flops / us, ("DeepGEMM", theirs and flops / theirs), 0.9))
+
+    sequences, bandwidth = 64, copy_bandwidth()
+    pages = torch.randint(0, 100, (sequences * context // PAGE, PAGE_BYTES), dtype=torch.uint8, device="cuda")
+    pages[:, PAGE * INDEX_DIM :] = torch.rand(pages.shape[0], PAGE, device="cuda").view(torch.uint8)
+    table = torch.randperm(pages.shape[0], device="cuda").view(sequences, -1).int().contiguous()
+    for queries in (1, 2, 6):
+        q = torch.randn(sequences, queries, HEADS, INDEX_DIM, device="cuda").to(E4M3)
+        weights = torch.randn(sequences * queries, HEADS, device="cuda")
+        visible = torch.full((sequences * queries,), context, dtype=torch.int32, device="cuda")
+        us = time_us([partial(paged_mqa_logits, q, pages, weights, visible, table, context)])
+        moved = pages.numel() + sequences * queries * context * 4
+        theirs = None
+        if deep_gemm is not None and queries <= 2:
+            lengths = visible.view(sequences, queries)
+            plan = deep_gemm.get_paged_mqa_logits_metadata(
+                lengths, PAGE, torch.cuda.get_device_properties(0).multi_processor_count
+            )
+            cache = pages.view(-1, PAGE, 1, INDEX_DIM + 4)
+            call = deep_gemm.fp8_paged_mqa_logits
+            theirs = baseline_us([partial(call, q, cache, weights, lengths, table, plan, context, False)])
+        name = f"indexer logits, paged decode {sequences} x {context}, {queries} token(s) a sequence"
+        records.append(record(name, "calls/s", 1e6 / us, ("DeepGEMM", theirs and 1e6 / theirs), 0.9))
+        baseline = ("copy, bytes read and written", bandwidth / 1e12)
+        records.append(record(f"{name}, bandwidth", "TB/s", moved / us / 1e6, baseline, None))
+    return records
+
+
+SECTIONS: dict[str, Callable[[], list[Record]]] = {"dense": dense, "grouped": grouped, "logits": logits}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print what is measured, and save it with --save."""
+    parser = argparse.ArgumentParser(prog=COMMAND)
+    parser.add_argument("--save", type=Path, nargs="?", const=RESULTS_DIR, help="folder for deep_gemm.json")
+    parser.add_argument("--only", default=",".join(SECTIONS), help=", ".join(SECTIONS))
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise ValueError("bench deep_gemm needs a CUDA device")
+    torch.manual_seed(0)
+    for name in options.only.split(","):
+        if name not in SECTIONS:
+            raise ValueError(f"--only is {name!r}, allowed: {', '.join(SECTIONS)}")
+        records = SECTIONS[name]()
+        for entry in records:
+            beside = f"  {entry.baseline_name} {entry.baseline_value:.4g}, {entry.ratio:.3f} x" if entry.ratio else ""
+            print(f"{entry.name}: {entry.value:.4g} {entry.unit}{beside}", flush=True)
+        if options.save:
+            save("deep_gemm", records, options.save)
+
+
+if __name__ == "__main__":
+    main()
