@@ -2,7 +2,8 @@
 
 The reference kernels compute some products whose result is thrown away: attention over unused slots, index scores of
 positions that are not visible yet or outside the candidate blocks. A wrapper around the two operations counts those
-from the tensors themselves, and they are taken off before comparing: like with like.
+from the tensors themselves, and they are taken off before comparing: like with like. So are the index keys of groups
+that stay open in a decode step, whose shapes must not depend on whether a group closes.
 """
 
 from __future__ import annotations
@@ -118,6 +119,10 @@ def measure(case: Case, starts: list[int], counts: list[int], rows: int, keep_fr
     )
     with counted_waste(case.config) as waste, FlopCounterMode(display=False) as counter:
         case.model.forward(inputs, caches)
+    if not inputs.is_prefill:
+        for layer in case.config.kv_source_layer_ids:
+            open_groups = sum(end % case.config.compress_ratios[layer] > 0 for end in ends)
+            waste.flops += 2 * open_groups * case.config.head_dim * case.config.index_head_dim
     return counter.get_total_flops() - waste.flops
 
 
