@@ -19,7 +19,8 @@ REPETITION_PENALTIES = (0.01, 100.0)  # far beyond any use; every logit edited w
 class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
-    Filters act in this order: penalties, logit_bias, min_tokens, force_topk, temperature, top_k, top_p, min_p.
+    Filters act in this order: penalties, logit_bias, allowed_token_ids, bad words, min_tokens, force_topk,
+    temperature, top_k, top_p, min_p.
 
     Attributes:
         max_tokens: most tokens to generate; None means up to the end of the context.
@@ -43,6 +44,9 @@ class SamplingParams:
             ends with the list (reason "length"); end-of-sequence tokens inside it do not stop.
         n: number of independent completions; completion i is what a request with `seed` + i gives.
         logit_bias: token id -> value in [-100, 100] added to its logit.
+        allowed_token_ids: only these tokens can be chosen; None allows all.
+        bad_words_token_ids: sequences of token ids that must not appear in the output: the last token of each is
+            impossible after the others.
         stop: strings that end the output; applied by the text layer, the engine never sees text.
         priority: lower goes first, in the queue and when the cache runs short; a level is worth a minute of waiting.
         deadline_seconds: end the request with reason "abort" (stop reason "deadline") this long after its arrival,
@@ -69,6 +73,8 @@ class SamplingParams:
     golden_token_ids: Sequence[int] | None = None
     n: int = 1
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
     stop: Sequence[str] = ()
     priority: int = 0
     deadline_seconds: float | None = None
@@ -107,6 +113,11 @@ class SamplingParams:
             if not self.golden_token_ids:
                 raise ValueError("golden_token_ids must not be empty")
         self._normalise("logit_bias", _logit_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            self._normalise("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must not be empty")
+        self._normalise("bad_words_token_ids", _bad_words(self.bad_words_token_ids))
         self._normalise("stop", _stop_strings(self.stop))
         _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.deadline_seconds is not None:
@@ -114,7 +125,8 @@ class SamplingParams:
         self._normalise("is_greedy", self.temperature == 0 or self.golden_token_ids is not None)
         has_penalties = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
         self._normalise("has_penalties", has_penalties)
-        self._normalise("edits_logits", has_penalties or bool(self.logit_bias) or self.min_tokens > 0)
+        selects = self.allowed_token_ids is not None or bool(self.bad_words_token_ids)
+        self._normalise("edits_logits", has_penalties or selects or bool(self.logit_bias) or self.min_tokens > 0)
 
     def _normalise(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -125,6 +137,8 @@ class SamplingParams:
             "stop_token_ids": self.stop_token_ids,
             "golden_token_ids": self.golden_token_ids or (),
             "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words_token_ids": [token_id for word in self.bad_words_token_ids for token_id in word],
         }
         for name, token_ids in named.items():
             for token_id in token_ids:
@@ -159,6 +173,15 @@ def _token_ids(name: str, values: object) -> tuple[int, ...]:
     for value in values:
         _check_int(name, value, 0)
     return tuple(values)
+
+
+def _bad_words(words: object) -> tuple[tuple[int, ...], ...]:
+    if isinstance(words, str | bytes) or not isinstance(words, Sequence):
+        raise ValueError(f"bad_words_token_ids must be a list of lists of token ids, got {shown(words)}")
+    listed = tuple(_token_ids("bad_words_token_ids", word) for word in words)
+    if not all(listed):
+        raise ValueError("bad_words_token_ids must not hold an empty word")
+    return listed
 
 
 def _logit_bias(bias: object) -> dict[int, float] | None:

@@ -29,6 +29,16 @@ def check_request(
         wrong = next(t for t in prompt_token_ids if type(t) is not int or not 0 <= t < vocab_size)
         raise ValueError(f"prompt_token_ids must be integers in [0, {vocab_size}), got {wrong!r}")
     params.check_vocabulary(vocab_size)
+    if params.allowed_token_ids is not None:
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)} if params.min_tokens else set()
+        if (
+            not set(params.allowed_token_ids)
+            - ends
+            - {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+        ):
+            raise ValueError(
+                "allowed_token_ids must leave a token to generate beside bad words and what min_tokens bans"
+            )
     if params.min_tokens and params.golden_token_ids is None:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         if len(ends) >= vocab_size:

@@ -1,4 +1,4 @@
-"""Edits of the logits that depend on a sequence's own tokens: penalties, logit_bias, min_tokens."""
+"""Edits of the logits that a sequence asks for: penalties, biases, allowed tokens, bad words, min_tokens."""
 
 from collections.abc import Collection, Sequence
 
@@ -13,7 +13,7 @@ from deepinfer.sampling.types import SampledSequence
 def edit_logits(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: Collection[int]) -> Tensor:
     """logits float32 [R, V] with the edits of each row's parameters: a copy, or `logits` itself if there are none.
 
-    Order: repetition, frequency and presence penalties, logit_bias, then min_tokens.
+    Order: repetition, frequency and presence penalties, logit_bias, allowed tokens, then bad words and min_tokens.
     """
     rows = [row for row, seq in enumerate(sequences) if seq.params.edits_logits]
     if not rows:
@@ -25,21 +25,39 @@ def edit_logits(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_
     biased: list[int] = []  # flat indices
     biases: list[float] = []
     banned: list[int] = []
+    allowed: dict[int, Sequence[int]] = {}  # row -> its tokens
     for row in rows:
         params = sequences[row].params
         start = row * logits.shape[1]
         if params.logit_bias:
             biased += [start + token_id for token_id in params.logit_bias]
             biases += params.logit_bias.values()
+        if params.allowed_token_ids is not None:
+            allowed[row] = params.allowed_token_ids
+        banned += [start + token_id for token_id in _ends_of_bad_words(sequences[row])]
         if sequences[row].num_output_tokens < params.min_tokens:
             stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
             banned += [start + token_id for token_id in stops]
     flat, device = logits.view(-1), logits.device
     if biased:
         flat.index_add_(0, upload(np.array(biased), device), upload(np.array(biases, np.float32), device))
+    for row, token_ids in allowed.items():
+        index = upload(np.array(token_ids), device)
+        kept = logits[row, index]
+        logits[row].fill_(-torch.inf)
+        logits[row, index] = kept
     if banned:
         flat.index_fill_(0, upload(np.array(banned), device), -torch.inf)
     return logits
+
+
+def _ends_of_bad_words(sequence: SampledSequence) -> list[int]:
+    """Last tokens of the bad words whose other tokens the output ends with."""
+    words = sequence.params.bad_words_token_ids
+    if not words:
+        return []
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    return [word[-1] for word in words if len(word) == 1 or tuple(output[1 - len(word) :]) == tuple(word[:-1])]
 
 
 def _apply_penalties(logits: Tensor, rows: list[int], sequences: Sequence[SampledSequence]) -> None:

@@ -57,7 +57,7 @@ async def create_chat_completion(request: Request) -> Response:
     state.check_model(body.model)
     try:
         check_room(state, body.limit, body.limit_name)
-        params = body.sampling_params(body.limit, body.logprob_count, state.sampling_defaults)
+        params = body.sampling_params(body.limit, body.logprob_count, state)
         stop = body.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None

@@ -32,7 +32,7 @@ async def create_completion(request: Request) -> Response:
     body = validate(CompletionRequest, await read_json(request))
     state.check_model(body.model)
     try:
-        params = body.sampling_params(body.max_tokens, body.logprobs, state.sampling_defaults)
+        params = body.sampling_params(body.max_tokens, body.logprobs, state)
         stop = body.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None

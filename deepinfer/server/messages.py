@@ -43,7 +43,7 @@ async def create_message(request: Request) -> Response:
     room = state.text.max_model_len - len(prepared.token_ids)
     try:
         limit = None if body.max_tokens is None else min(body.max_tokens, room)
-        params = body.sampling_params(limit, None, state.sampling_defaults)
+        params = body.sampling_params(limit, None, state)
         conversation = prepared.with_output(body.stop_sequences or [], body.include_stop_str_in_output)
     except ValueError as error:
         raise from_value_error(error) from None

@@ -113,7 +113,7 @@ async def start(
     """The sequences of a completion.  ApiError naming the field in the terms of Completions."""
     state = server_state(request)
     try:
-        params = completion.sampling_params(completion.max_tokens, completion.logprobs, state.sampling_defaults)
+        params = completion.sampling_params(completion.max_tokens, completion.logprobs, state)
         stop = completion.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from deepinfer.params import SamplingParams
 from deepinfer.server.errors import ApiError
 
+if TYPE_CHECKING:
+    from deepinfer.server.state import ServerState
+
 MAX_CHOICES = 128  # n
 MAX_STOP = 16
+MAX_BAD_WORDS = 256
 # A long list of faults would cost more than it tells.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/=+-]{1,128}$")]
@@ -25,8 +29,6 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "use_beam_search": ((False,), "only sampling and greedy decoding exist"),
     "length_penalty": ((1.0,), "it only matters to beam search"),
     "prompt_logprobs": ((0, False), "log-probabilities are computed for generated tokens only"),
-    "bad_words": (([],), "use logit_bias with token IDs"),
-    "allowed_token_ids": (([],), "use logit_bias with token IDs"),
     "logits_processors": (([],), "use logit_bias with token IDs"),
     "custom_logit_processor": (("",), "use logit_bias with token IDs"),
     "repetition_detection": ((), "use repetition_penalty, or stop strings"),
@@ -126,6 +128,8 @@ class SamplingRequest(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
     force_topk: int | None = None  # this engine's own, like the next one
     golden_token_ids: TokenIds | None = None
     priority: int | None = None
@@ -162,12 +166,23 @@ class SamplingRequest(BaseModel):
             raise ValueError("stop must not hold an empty string")
         return stop
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None, defaults: dict[str, Any]) -> SamplingParams:
-        """The engine's parameters; `defaults` are the model's own.  Raises ValueError naming the field."""
+    def sampling_params(self, max_tokens: int | None, logprobs: int | None, state: ServerState) -> SamplingParams:
+        """The engine's parameters; the model's own where the request says nothing.  Raises ValueError naming the field.
+
+        A bad word is banned in the spelling of its tokens, with and without a space before it.
+        """
         given: dict[str, Any] = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
-        given = defaults | given
+        given = state.sampling_defaults | given
         if self.stop_token_ids:
             given["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.allowed_token_ids:
+            given["allowed_token_ids"] = tuple(self.allowed_token_ids)
+        if self.bad_words:
+            words = [word.lstrip() for word in self.bad_words]
+            if not all(words):
+                raise ValueError("bad_words must not hold an empty word")
+            spelled = state.text.tokenizer.encode_texts([*words, *(" " + word for word in words)])
+            given["bad_words_token_ids"] = tuple({tuple(token_ids) for token_ids in spelled})
         if self.logit_bias:
             given["logit_bias"] = _token_bias(self.logit_bias)
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)

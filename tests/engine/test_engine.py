@@ -62,6 +62,9 @@ def test_bad_parameters_and_ids() -> None:
         {"stop_token_ids": [VOCAB_SIZE]},
         {"golden_token_ids": [0, VOCAB_SIZE]},
         {"logit_bias": {VOCAB_SIZE: 1.0}},
+        {"allowed_token_ids": [VOCAB_SIZE]},
+        {"bad_words_token_ids": [[1, VOCAB_SIZE]]},
+        {"allowed_token_ids": [3, 4], "bad_words_token_ids": [[3]], "stop_token_ids": [4], "min_tokens": 1},
     ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             engine.add_request("bad", [1], SamplingParams(**bad))

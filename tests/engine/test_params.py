@@ -27,6 +27,8 @@ BAD = {
     "golden_token_ids": [[], [-1], [True], "1"],
     "n": [0, 129, True, 1.0],
     "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: NAN}, {5: 101}, {5: True}, [(5, 1.0)]],
+    "allowed_token_ids": [[], [-1], [True], "1", 5],
+    "bad_words_token_ids": [[[]], [[-1]], [[True]], ["1"], [5], "12", 5, None],
     "stop": ["", [""], [1], 5],
     "priority": [2**31, -(2**31), True, 1.0, "low", None],
     "deadline_seconds": [0, -1, NAN, INF, True, "soon"],

@@ -35,6 +35,10 @@ def edited_oracle(logits: list[float], params: SamplingParams, prompt: list[int]
         if token in output:
             logit -= params.presence_penalty
         logit += (params.logit_bias or {}).get(token, 0.0)
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            logit = -math.inf
+        if any([*output, token][-len(word) :] == list(word) for word in params.bad_words_token_ids):
+            logit = -math.inf
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else EOS)
         if len(output) < params.min_tokens and token in stops:
             logit = -math.inf
@@ -90,6 +94,8 @@ params_strategy = st.builds(
     min_tokens=st.sampled_from([0, 9]),
     stop_token_ids=st.lists(st.integers(0, 29), max_size=2),
     ignore_eos=st.booleans(),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, 29), min_size=8, unique=True),  # more than all that is banned
+    bad_words_token_ids=st.lists(st.lists(st.integers(0, 29), min_size=1, max_size=2), max_size=2),
 )
 
 

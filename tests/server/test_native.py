@@ -157,7 +157,7 @@ def test_token_ids_in_token_ids_out(server: Server) -> None:
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": "hi"}, "token_ids"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-        ({"sampling_params": {"bad_words": ["a"]}}, "sampling_params.bad_words"),
+        ({"sampling_params": {"prompt_logprobs": 1}}, "sampling_params.prompt_logprobs"),
         ({"sampling_params": {"nothing": 1}}, "sampling_params"),
         ({"features": {}}, "features"),
     ):

@@ -1,6 +1,7 @@
 """Request fields of vLLM and SGLang: each is honoured, or refused by its name; none is silently dropped."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 6, "te
 TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hello there", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 REFUSED: dict[str, Any] = {
     "length_penalty": 2.0, "use_beam_search": True, "best_of": 2, "skip_special_tokens": False, "prompt_logprobs": 1,
-    "logprob_token_ids": [4], "allowed_token_ids": [4], "bad_words": ["a"], "repetition_detection": {"min_count": 3},
+    "logprob_token_ids": [4], "repetition_detection": {"min_count": 3},
     "structured_outputs": {"regex": "a"}, "regex": "a", "ebnf": "a", "json_schema": "{}", "structural_tag": {},
     "cache_salt": "s", "kv_transfer_params": {}, "stream_interval": 4, "routed_experts_prompt_start": 1,
     "return_hidden_states": True, "return_routed_experts": True, "lora_path": "x", "stop_regex": "a",
@@ -141,6 +142,40 @@ def test_log_probabilities_name_tokens_by_id(server: Server) -> None:
     entries = choice["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in choice["token_ids"]][: len(entries)]
     assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries), "greedy"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_only_allowed_tokens_are_chosen(server: Server, path: str) -> None:
+    body: dict[str, Any] = {"model": MODEL, "temperature": 1, "ignore_eos": True}
+    body |= {"max_output_tokens": 30, "input": "hi"} if path == "/v1/responses" else {"max_tokens": 30}
+    body |= {"prompt": "hi"} if path == "/v1/completions" else {"messages": [USER]}
+    letters = server.http.post("/tokenize", json={"prompt": "abc", "add_special_tokens": False}).json()["tokens"]
+    answer = server.http.post(path, json=body | {"allowed_token_ids": letters})
+    assert answer.status_code == 200, answer.text
+    texts = re.findall(r'"(?:text|content)":"([^"]+)"', answer.text)
+    assert texts and set("".join(texts)) <= set("abc")
+    for wrong in ([-1], [9999999], ["a"]):
+        refused = server.http.post(path, json=body | {"allowed_token_ids": wrong})
+        assert refused.status_code == 400 and "allowed_token_ids" in refused.text
+
+
+def test_bad_words_do_not_appear(server: Server) -> None:
+    """Greedy: the free answer up to the bad word, then another token; also for a word of several tokens."""
+    free = server.http.post("/v1/completions", json=TEXT | {"return_token_ids": True, "max_tokens": 12}).json()
+    ids = free["choices"][0]["token_ids"]
+    for start, length in ((4, 1), (4, 3)):
+        word = server.http.post("/detokenize", json={"tokens": ids[start : start + length]}).json()["prompt"]
+        spelled = server.http.post("/tokenize", json={"prompt": word.lstrip(), "add_special_tokens": False}).json()
+        if word != word.lstrip() or spelled["tokens"] != ids[start : start + length]:
+            continue  # spelled in other tokens when it stands alone
+        asked = TEXT | {"bad_words": [word], "return_token_ids": True, "max_tokens": 12}
+        found = server.http.post("/v1/completions", json=asked).json()["choices"][0]["token_ids"]
+        cut = start + length - 1
+        assert found[:cut] == ids[:cut] and found[cut] != ids[cut]
+        runs = [tuple(found[i : i + length]) for i in range(len(found))]
+        assert tuple(spelled["tokens"]) not in runs
+    for wrong in ([""], [" "], "a", [5], ["x"] * 300):
+        check_shape(server.http.post("/v1/completions", json=TEXT | {"bad_words": wrong}), 400, "bad_words")
 
 
 def test_tokenize_answers_under_both_paths(server: Server) -> None:
