@@ -50,8 +50,9 @@ def expected(oracle: Any) -> list[list[int]]:
         {"num_blocks": 6, "watermark": 0.0},  # all prompts fit, their answers do not
         {"num_blocks": 6, "watermark": 0.0, "preemption_mode": "swap", "swap_memory_bytes": 1 << 24},
         {"block_size": 256, "dtype": "fp64"},
+        {"cuda_graphs": True, "max_num_seqs": 5},
     ],
-    ids=["defaults", "odd-chunks", "preemption", "swap", "fp64"],
+    ids=["defaults", "odd-chunks", "preemption", "swap", "fp64", "padded-decode-steps"],
 )
 def test_greedy_tokens_equal_generate(checkpoint: Path, expected: list[list[int]], options: dict[str, Any]) -> None:
     llm = LLM(checkpoint, **options)
