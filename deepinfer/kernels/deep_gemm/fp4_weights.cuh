@@ -38,22 +38,32 @@ DEVICE Codes load_codes(u32 tile, int rows_64, int warp, int lane) {
     return codes;
 }
 
+// The permutation looks at the lower 16 bits of its selector only.
 DEVICE void widen_word(u32 word, uint2 magnitudes, u32& low, u32& high) {
-    low = permute(magnitudes.x, magnitudes.y, word & 0x7777u) | (word & 0x80808080u);
-    high = permute(magnitudes.x, magnitudes.y, word >> 16 & 0x7777u) | (word << 4 & 0x80808080u);
+    const u32 selectors = word & 0x77777777u;
+    low = permute(magnitudes.x, magnitudes.y, selectors) | (word & 0x80808080u);
+    high = permute(magnitudes.x, magnitudes.y, selectors >> 16) | (word << 4 & 0x80808080u);
 }
 
 // Operands of four products of 32 columns.
 DEVICE void widen(const Codes& codes, u32 (&a)[4][4]) {
-    const bool any_small = __any_sync(~0u, (codes.scales[0] | codes.scales[1]) & 0x80808080u);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
         for (int s = 0; s < 4; s++) {
-            u32 t = codes.scales[half] >> 8 * s & 0xFF;
-            uint2 magnitudes = make_uint2(0x14100800u + t * 0x08080800u, 0x24201C18u + t * 0x08080808u);
-            if (any_small && (t & 0x80)) magnitudes = small_magnitudes[t & 7];
+            const u32 t = permute(codes.scales[half], 0, 0x4440 + s);
+            const uint2 magnitudes = make_uint2(0x14100800u + t * 0x08080800u, 0x24201C18u + t * 0x08080808u);
             widen_word(codes.words[half][s], magnitudes, a[s][half], a[s][2 + half]);
+        }
+    }
+    if (__any_sync(~0u, (codes.scales[0] | codes.scales[1]) & 0x80808080u)) {  // rare: far below the row's largest
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int s = 0; s < 4; s++) {
+                const u32 t = permute(codes.scales[half], 0, 0x4440 + s);
+                if (t & 0x80) widen_word(codes.words[half][s], small_magnitudes[t & 7], a[s][half], a[s][2 + half]);
+            }
         }
     }
 }

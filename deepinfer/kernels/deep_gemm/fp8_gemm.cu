@@ -6,8 +6,11 @@
 // sums in registers; while one warpgroup does so, the other's products run. Blocks are persistent and walk the tiles in
 // bands, so that what the running blocks read stays in L2. Method: DeepGEMM (github.com/deepseek-ai/DeepGEMM).
 //
+// K_PARTS > 1 is for few tiles: the blocks of a cluster divide the columns K of one tile, and add up their sums through
+// distributed shared memory in the order of their ranks.
+//
 // Macros: BLOCK_M (64, 128, 256), BLOCK_N, STAGES, CLUSTER (1, 2), SHARE_A (the cluster's blocks have the same rows of A,
-// else of B), BAND (cluster tiles), B_ROW_SCALES, FEEDER_REGISTERS, MATH_REGISTERS.
+// else of B), K_PARTS (1, 2, 4, 8; with CLUSTER 1), BAND (cluster tiles), B_ROW_SCALES, FEEDER_REGISTERS, MATH_REGISTERS.
 
 #include "products.cuh"
 #include "tma.cuh"
@@ -53,16 +56,24 @@ struct Ring {
     }
 };
 
+// This block's pieces of 128 columns of K.
+DEVICE void k_range(const Params& p, int rank, int& begin, int& end) {
+    const int blocks = (p.k + BLOCK_K - 1) / BLOCK_K;
+    begin = K_PARTS > 1 ? blocks * rank / K_PARTS : 0;
+    end = K_PARTS > 1 ? blocks * (rank + 1) / K_PARTS : blocks;
+}
+
 DEVICE void feed(const Params& p, const TensorMap* a_map, const TensorMap* b_map, const TensorMap* scale_map, u32 shared,
                  u32 full, u32 empty, int rank, int first, int step, int m_tiles, int n_tiles) {
     Ring ring;
-    const int k_blocks = (p.k + BLOCK_K - 1) / BLOCK_K;
+    int k_begin, k_end;
+    k_range(p, rank, k_begin, k_end);
     for (int index = first; index < m_tiles * n_tiles; index += step) {
         int m, n;
         tile_of(index, m_tiles, n_tiles, m, n);
         int row = m * CLUSTER_M + (B_PARTS == 2 ? rank * BLOCK_M : 0);
         int column = n * CLUSTER_N + (A_PARTS == 2 ? rank * BLOCK_N : 0);
-        for (int k = 0; k < k_blocks; k++, ring.next()) {
+        for (int k = k_begin; k < k_end; k++, ring.next()) {
             barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
             u32 arrived = full + ring.stage * 8, a = shared + ring.stage * STAGE_BYTES, b = a + A_BYTES;
             u32 scales = shared + SCALES + ring.stage * SCALE_BYTES;
@@ -139,9 +150,45 @@ DEVICE void write_sums(float (&sum)[SUMS], const Params& p, int row, int column,
     }
 }
 
+#if K_PARTS > 1
+// Each block adds up its share of the tile's columns, from all blocks of the cluster; the ring's memory is free by then.
+DEVICE void add_parts(const float (&sum)[SUMS], const Params& p, u32 shared, int rank, int row, int column, int c) {
+    const u32 own = shared + threadIdx.x * 16;
+    named_sync(1, GROUPS * 128);
+#pragma unroll
+    for (int j = 0; j < SUMS / 4; j++)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(own + j * GROUPS * 128 * 16), "f"(sum[4 * j]),
+                     "f"(sum[4 * j + 1]), "f"(sum[4 * j + 2]), "f"(sum[4 * j + 3])
+                     : "memory");
+    cluster_sync();
+#pragma unroll
+    for (int i = 0; i < SUMS / 4 / K_PARTS; i++) {
+        const int j = rank * (SUMS / 4 / K_PARTS) + i;
+        float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int part = 0; part < K_PARTS; part++) {
+            const float4 x = load_peer(own + j * GROUPS * 128 * 16, part);
+            total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
+        }
+        const int at = column + 8 * j + 2 * c;
+        if (at < p.n) {
+#if B_ROW_SCALES
+            const float2 scale = __ldg((const float2*)(p.b_scales + at));
+            total.x *= scale.x, total.z *= scale.x;
+            total.y *= scale.y, total.w *= scale.y;
+#endif
+            if (row < p.m) *(u32*)(p.out + row * p.out_stride + at * 2) = pack_bf16(total.x, total.y);
+            if (row + 8 < p.m) *(u32*)(p.out + (row + 8) * p.out_stride + at * 2) = pack_bf16(total.z, total.w);
+        }
+    }
+}
+#endif
+
 DEVICE void multiply_tiles(const Params& p, u32 shared, u32 full, u32 empty, int rank, int first, int step, int m_tiles,
                            int n_tiles) {
     Ring ring;
+    int k_begin, k_end;
+    k_range(p, rank, k_begin, k_end);
     const int k_blocks = (p.k + BLOCK_K - 1) / BLOCK_K;
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
     const int lane = threadIdx.x % 32, c = lane % 4;
@@ -163,14 +210,14 @@ DEVICE void multiply_tiles(const Params& p, u32 shared, u32 full, u32 empty, int
         // Columns outside the matrix have sums of zeros: any scale is right, the last one of the matrix is in memory.
         const int last = (p.n - 1) / 128;
         const float* b_scale = p.b_scales + min(column / 128, last) * k_blocks;
-        float next_scale = __ldg(b_scale);
+        float next_scale = __ldg(b_scale + min(k_begin, k_blocks - 1));
 #if SPANS
         const float* b_scale_2 = p.b_scales + min(column / 128 + 1, last) * k_blocks;
-        float next_scale_2 = __ldg(b_scale_2);
+        float next_scale_2 = __ldg(b_scale_2 + min(k_begin, k_blocks - 1));
         const int former = 128 - column % 128;
 #endif
 #endif
-        for (int k = 0; k < k_blocks; k++, ring.next()) {
+        for (int k = k_begin; k < k_end; k++, ring.next()) {
 #if B_ROW_SCALES
             const float scale_b = 1.0f;
 #else
@@ -186,9 +233,8 @@ DEVICE void multiply_tiles(const Params& p, u32 shared, u32 full, u32 empty, int
             const u32 scales = shared + SCALES + ring.stage * SCALE_BYTES + thread_row * 4;
 #pragma unroll
             for (int w = 0; w < WAVES; w++) {
-                float upper, lower;  // rows of this thread, loaded before the buffer may be given back
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(upper) : "r"(scales + w * 512) : "memory");
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(lower) : "r"(scales + w * 512 + 32) : "memory");
+                // Rows of this thread, loaded before the buffer may be given back.
+                float upper = load_float(scales + w * 512), lower = load_float(scales + w * 512 + 32);
                 fence_registers(sum);
                 wgmma_fence();
 #pragma unroll
@@ -219,14 +265,18 @@ DEVICE void multiply_tiles(const Params& p, u32 shared, u32 full, u32 empty, int
                 }
             }
         }
+#if K_PARTS > 1
+        add_parts(total[0], p, shared, rank, row + thread_row, column, c);
+#else
 #pragma unroll
         for (int w = 0; w < WAVES; w++) write_sums(total[w], p, row + thread_row + w * 128, column, c);
+#endif
     }
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
-#if CLUSTER == 2
-    __cluster_dims__(2, 1, 1)
+#if CLUSTER * K_PARTS > 1
+    __cluster_dims__(CLUSTER * K_PARTS, 1, 1)
 #endif
     fp8_gemm(const __grid_constant__ Params p, const __grid_constant__ TensorMap a_map,
              const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap scale_map) {
@@ -244,7 +294,8 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     }
     if (CLUSTER == 2) cluster_sync();
     else __syncthreads();
-    const int rank = CLUSTER == 2 ? cluster_rank() : 0, first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+    const int rank = CLUSTER * K_PARTS > 1 ? cluster_rank() : 0;
+    const int first = blockIdx.x / (CLUSTER * K_PARTS), step = gridDim.x / (CLUSTER * K_PARTS);
     const int m_tiles = (p.m + CLUSTER_M - 1) / CLUSTER_M, n_tiles = (p.n + CLUSTER_N - 1) / CLUSTER_N;
     if (threadIdx.x >= GROUPS * 128) {
         fewer_registers<FEEDER_REGISTERS>();
@@ -254,4 +305,9 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         more_registers<MATH_REGISTERS>();
         multiply_tiles(p, shared, full, empty, rank, first, step, m_tiles, n_tiles);
     }
+#if K_PARTS > 1
+    __syncwarp();
+    if (threadIdx.x >= GROUPS * 128) cluster_sync();  // the sums are there
+    cluster_sync();                                   // and have been read
+#endif
 }

@@ -87,10 +87,12 @@ def fp8_gemm(
     tile = tile or choose_tile(m, n, cards)
     part_a, part_b = (tile.m // 2 if tile.share == "a" else tile.m), (tile.n // 2 if tile.share == "b" else tile.n)
     rows, columns = (tile.m * (1 + (tile.share == "b")), tile.n * (1 + (tile.share == "a")))
-    clusters = min(-(-m // rows) * -(-n // columns), cards // tile.cluster)
+    clusters = -(-m // rows) * -(-n // columns)
+    if tile.k_parts == 1:  # else one tile a cluster
+        clusters = min(clusters, cards // tile.cluster)
     params = _Params(out.data_ptr(), b_scales.data_ptr(), out.stride(0) * 2, m, n, k)
     _kernel(tile, by_row).launch(
-        (clusters * tile.cluster, 1, 1),
+        (clusters * tile.cluster * tile.k_parts, 1, 1),
         (THREADS, 1, 1),
         params,
         tensor_map(a, (part_a, 128), 128),

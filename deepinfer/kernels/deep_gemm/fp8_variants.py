@@ -15,12 +15,16 @@ THREADS = 384
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a block's tile; `share` is the operand that two blocks of a cluster share ("" for none)."""
+    """Rows and columns of a block's tile; `share` is the operand that two blocks of a cluster share ("" for none).
+
+    `k_parts` blocks of a cluster divide the summed columns instead; needs n / 8 (n / 16 if m is 64) divisible by it.
+    """
 
     m: int
     n: int
     share: str = "a"
     band: int = 8
+    k_parts: int = 1
 
     @property
     def cluster(self) -> int:
@@ -43,6 +47,7 @@ class Tile:
             "STAGES": self.stages,
             "CLUSTER": self.cluster,
             "SHARE_A": int(self.share == "a"),
+            "K_PARTS": self.k_parts,
             "BAND": self.band,
             "B_ROW_SCALES": int(b_row_scales),
             "FEEDER_REGISTERS": 40,

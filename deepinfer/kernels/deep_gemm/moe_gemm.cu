@@ -267,6 +267,8 @@ DEVICE void multiply_tile(const Params& p, const Tile& tile, u32 shared, u32 ful
                 }
             }
             fence_registers(sum);
+#pragma unroll
+            for (int s = 0; s < 4; s++) fence_registers(a[1 - w][s]);  // widened before the wait
             wgmma_wait<0>();
             fence_registers(sum);
 #pragma unroll
