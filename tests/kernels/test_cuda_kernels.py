@@ -14,6 +14,8 @@ from tests.kernels.cases import CASES, EXACT, INF, integers, normal, strided_cac
 from tests.kernels.test_ops_backends import copied
 
 pytestmark = pytest.mark.gpu
+if torch.cuda.is_available():
+    from deepinfer.kernels.cuda.top_k import select_in_levels, select_top_k
 CUDA = sorted(name for name, op in OPERATIONS.items() if "cuda" in op.backends)
 # Arguments that are at least float32 in a BF16 model.
 WIDE = {
@@ -101,9 +103,15 @@ def test_top_k_of_wide_rows(n: int, width: int, k: int, kind: str):
     elif kind == "clustered":
         scores[:, :20000] += 10
     for dtype in (torch.float32, torch.bfloat16):
-        case = scores.to(dtype), k
-        (result,) = run("top_k_positions", case)
-        assert torch.equal(result, OPERATIONS["top_k_positions"].reference(*case))
+        expected = OPERATIONS["top_k_positions"].reference(scores.to(dtype), k)
+        on_device = scores.to("cuda", dtype)
+        for result in (OPERATIONS["top_k_positions"](on_device, k), select_in_levels(on_device, k)):
+            assert torch.equal(result.cpu(), expected)
+    own = torch.randint(1, k + 1, (n,), generator=g)  # a number for every row
+    result = select_top_k(on_device, k, own.cuda()).cpu()
+    for row, count in enumerate(own.tolist()):
+        expected = OPERATIONS["top_k_positions"].reference(scores[row : row + 1].to(dtype), count)[0]
+        assert torch.equal(result[row][result[row] >= 0], expected[expected >= 0])
 
 
 @pytest.mark.parametrize("n", [1, 3, 64, 300])

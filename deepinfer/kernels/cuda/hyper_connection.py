@@ -85,8 +85,8 @@ def _mix(
         streams = ()
         weights = ()
         for i in tl.static_range(HC):  # all loads before the first store
-            streams = streams + (tl.load(h + place + i * dim, mask=inside, other=0.0).to(tl.float32),)
-            weights = weights + (tl.load(column + i * dim, mask=inside_fn, other=0.0),)
+            streams = streams + (tl.load(h + place + i * dim, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+            weights = weights + (tl.load(column + i * dim, mask=inside_fn, other=0.0),)  # type: ignore[assignment]
         if POST:
             output = tl.load(y + token[:, None] * dim + at[None, :], mask=inside, other=0.0).to(tl.float32)
         mixed = tl.zeros((TOKENS, CHANNELS), tl.float32)

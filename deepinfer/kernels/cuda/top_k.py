@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepinfer.kernels.cuda.common import covered
+from deepinfer.kernels.deep_select import top_k as deep_select
 from deepinfer.kernels.reference import indexer  # noqa: F401  (defines the operation)
 from deepinfer.kernels.registry import backend
 
@@ -98,10 +99,16 @@ def _select(
 
 def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor:
     """Positions int32 [N, k] of the k largest of scores [N, width] (row_k int64 [N]: so many, at most k), ascending, -1
-    for none. k is at most LARGEST_K."""
-    n, width = scores.shape
+    for none. k is at most LARGEST_K. On Hopper in CUDA C++ (kernels/deep_select), elsewhere in Triton."""
     if scores.stride(1) != 1:
         scores = scores.contiguous()
+    chosen = deep_select.select_top_k(scores, k, row_k)
+    return select_in_levels(scores, k, row_k) if chosen is None else chosen
+
+
+def select_in_levels(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor:
+    """`select_top_k` in Triton; scores has adjacent columns."""
+    n, width = scores.shape
     cap = 2 * k if k <= SEGMENT // 8 else k
     out = torch.empty(n, k, dtype=torch.int32, device=scores.device)
     level: tuple[Tensor, Tensor, Tensor] = (scores, out, out)  # keys, positions, lengths of the lists

@@ -18,6 +18,7 @@ MODULES = (
     "deepinfer.kernels.deep_gemm.moe_gemm",
     "deepinfer.kernels.deep_gemm.activations",
     "deepinfer.kernels.deep_gemm.mqa_logits",
+    "deepinfer.kernels.deep_select.top_k",
 )
 
 

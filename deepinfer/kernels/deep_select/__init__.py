@@ -1,0 +1,1 @@
+"""Selection kernels for Hopper GPUs (CUDA C++ through deep_jit)."""
