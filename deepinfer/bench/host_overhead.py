@@ -10,12 +10,13 @@ import statistics
 import time
 import tracemalloc
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deepinfer.bench.results import Record, measured
+from deepinfer.bench.results import Record, measured, median_of
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.output_pool import NewOutputs, RequestOutputPool
@@ -166,36 +167,22 @@ def measure(num_seqs: int, num_steps: int, repeats: int, growth_steps: int, comm
         "greedy": SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True),
         "top_p 0.9": SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=100_000, ignore_eos=True),
     }
+    cost = partial(median_of, part="2", unit="ms", higher_is_better=False, command=command)
     records = []
     step_cost(num_seqs, 50, kinds["greedy"], 8192)  # warms up
     for kind, params in kinds.items():
         runs = [step_cost(num_seqs, num_steps, params, 8192) for _ in range(repeats)]
         medians = {name: statistics.median(run.parts[name] for run in runs) for name in (*PARTS, "sample")}
         print(f"{kind}: " + ", ".join(f"{name} {value:.3f} ms" for name, value in medians.items()), flush=True)
-        hosts = [run.host for run in runs]
         records.append(
-            measured(
+            cost(
                 f"decode step on the CPU without model and sampler, {kind} ({num_seqs} sequences)",
-                part="2",
-                unit="ms",
-                value=statistics.median(hosts),
+                [run.host for run in runs],
                 target=TARGET_MS,
-                higher_is_better=False,
-                samples=hosts,
-                command=command,
-            )  # fmt: skip
+            )
         )
-        records.append(
-            measured(
-                f"sampler on the CPU, {kind} ({num_seqs} sequences, vocabulary of 8192)",
-                part="2",
-                unit="ms",
-                value=medians["sample"],
-                higher_is_better=False,
-                samples=[run.parts["sample"] for run in runs],
-                command=command,
-            )  # fmt: skip
-        )
+        name = f"sampler on the CPU, {kind} ({num_seqs} sequences, vocabulary of 8192)"
+        records.append(cost(name, [run.parts["sample"] for run in runs]))
     pairs = [[assembly_microseconds(make(), num_seqs, num_steps) for make in MAKERS] for _ in range(repeats)]
     new, pooled = (statistics.median(column) for column in zip(*pairs, strict=True))
     print(f"making the outputs of a step: {new:.1f} us, from a pool {pooled:.1f} us")

@@ -7,6 +7,7 @@ the file says what was measured, not what was hoped for.
 import json
 import os
 import platform
+import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -84,6 +85,11 @@ def measured(
         commit=current_commit(),
         samples=list(samples),
     )
+
+
+def median_of(name: str, samples: Sequence[float], **known: Any) -> Record:
+    """A record of the median of these samples, which it keeps; `known` are the other arguments of `measured`."""
+    return measured(name, value=statistics.median(samples), samples=samples, **known)
 
 
 def save(area: str, records: Iterable[Record], directory: Path = RESULTS_DIR) -> Path:

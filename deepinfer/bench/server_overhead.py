@@ -21,11 +21,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 
-from deepinfer.bench.results import Record, measured
+from deepinfer.bench.results import Record, median_of
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import load_engine
@@ -184,42 +185,18 @@ def measure(model: str, num_streams: int, num_tokens: int, rounds: int, command:
                 flush=True,
             )
     overheads = [online - offline for online, offline in zip(server_ms, offline_ms, strict=True)]
+    per_step = partial(median_of, part="3", unit="ms", higher_is_better=False, command=command)
+    streams = f"{num_streams} streams"
     return [
-        measured(
-            f"server overhead a token-step ({num_streams} streams)",
-            part="3",
-            unit="ms",
-            value=statistics.median(overheads),
-            target=TARGET_MS,
-            higher_is_better=False,
-            samples=overheads,
-            command=command,
-        ),
-        measured(
-            f"server throughput over offline ({num_streams} streams)",
+        per_step(f"server overhead a token-step ({streams})", overheads, target=TARGET_MS),
+        median_of(
+            f"server throughput over offline ({streams})",
+            shares,
             part="3",
             unit="share",
-            value=statistics.median(shares),
             target=TARGET_SHARE,
-            samples=shares,
             command=command,
         ),
-        measured(
-            f"CPU time of the server's process a token-step ({num_streams} streams)",
-            part="3",
-            unit="ms",
-            value=statistics.median(cpu_ms),
-            higher_is_better=False,
-            samples=cpu_ms,
-            command=command,
-        ),
-        measured(
-            f"CPU time of the engine process over the bare engine's a token-step ({num_streams} streams)",
-            part="3",
-            unit="ms",
-            value=statistics.median(more_cpu_ms),
-            higher_is_better=False,
-            samples=more_cpu_ms,
-            command=command,
-        ),
+        per_step(f"CPU time of the server's process a token-step ({streams})", cpu_ms),
+        per_step(f"CPU time of the engine process over the bare engine's a token-step ({streams})", more_cpu_ms),
     ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepinfer.bench.report import figure, markdown_table, print_report, update_documents
-from deepinfer.bench.results import Record, cpu_device_name, load, load_all, measured, save
+from deepinfer.bench.results import Record, cpu_device_name, load, load_all, measured, median_of, save
 
 FIELDS = {
     "name", "part", "unit", "value", "baseline_name", "baseline_value", "ratio", "target", "higher_is_better",
@@ -59,6 +59,11 @@ def test_a_file_of_another_shape_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match="bad.json"):
         load(path)
+
+
+def test_the_median_of_samples_keeps_them() -> None:
+    found = median_of("decode", [3.0, 1.0, 8.0], part="1", unit="ms", command="c", higher_is_better=False, target=4)
+    assert (found.value, found.samples, found.met) == (3.0, [3.0, 1.0, 8.0], True)
 
 
 def test_figures() -> None:
