@@ -12,10 +12,12 @@ from deepinfer.kernels.deep_gemm.activations import quantize_rows, row_scaled_we
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
 from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm, row_scales_layout
 from deepinfer.kernels.deep_gemm.fp8_variants import SHARED_BYTES, TILES, choose_tile
+from deepinfer.kernels.deep_gemm.moe import routed_experts
 from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gate_up, grouped_gemm
 from deepinfer.kernels.deep_gemm.mqa_logits import PAGE, PAGE_BYTES, mqa_logits, paged_mqa_logits
 from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
 from deepinfer.kernels.reference.basic import swiglu
+from deepinfer.kernels.reference.moe import moe_experts_fp4
 from deepinfer.kernels.reference.quant import (
     dequantize_fp4_weight,
     dequantize_fp8_weight,
@@ -342,6 +344,26 @@ def test_grouped_gate_and_up(inner, columns, counts):
             assert relative_error(result, z) < 0.04  # E4M3 of z
             # A value on the other side of a rounding boundary differs by a step; few do.
             assert ((result - fp8_round_trip(z)).abs() > 1e-3 * z.abs().amax()).double().mean() < 0.02
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("tokens, experts, slots", [(1, 8, 2), (64, 16, 6), (500, 24, 3)])
+def test_routed_experts_agree_with_the_reference(tokens, experts, slots):
+    torch.manual_seed(tokens)
+    dim, inner = 256, 160
+    w13, s13 = random_experts(experts, 2 * inner, dim, 3, "cuda")
+    w2, s2 = random_experts(experts, dim, inner, 3, "cuda")
+    x = torch.randn(tokens, dim, device="cuda").bfloat16() * 0.1
+    chosen = torch.rand(tokens, experts, device="cuda").topk(slots).indices.int()
+    gates = torch.rand(tokens, slots, device="cuda")
+    weights = arrange(w13, s13, gate_up=True), arrange(w2, s2)
+    result = routed_experts(x, chosen, gates, *weights, 7.0)
+    expected = moe_experts_fp4.reference(x, chosen, gates, w13, s13, w2, s2, 7.0, True)
+    assert relative_error(result, expected.double()) < 0.01
+    assert torch.equal(routed_experts(x, chosen, gates, *weights, 7.0), result)
+    one = routed_experts(x[:1], chosen[:1], gates[:1], *weights, 7.0)
+    assert torch.equal(one, result[:1])  # whatever else is in the batch
 
 
 # ------------------------------------------------------------------ indexer

@@ -1,0 +1,69 @@
+"""The routed experts over MXFP4 weights: route, quantise in expert order, gate and up, down, sum over the slots."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.deep_gemm.activations import quantize_rows
+from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights
+from deepinfer.kernels.deep_gemm.moe_gemm import MAX_EXPERTS, grouped_gate_up, grouped_gemm
+from deepinfer.kernels.deep_jit import Build, Kernel
+
+SOURCE = Path(__file__).parent / "moe_route.cu"
+THREADS = 1024
+
+
+def builds() -> list[Build]:
+    """The routing kernel."""
+    return [Build("moe_route", SOURCE)]
+
+
+@cache
+def _kernel() -> Kernel:
+    return Kernel(builds()[0])
+
+
+def route(chosen: Tensor, gates: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Pairs by expert: begins int32 [E], counts int32 [E], and by row: token int32, pair int32, gate float32 [N * k].
+
+    chosen int32 [N, k] below `experts`, gates float32 [N, k]; nothing is copied to the host. Raises ValueError.
+    """
+    if chosen.dtype != torch.int32 or gates.dtype != torch.float32 or gates.shape != chosen.shape:
+        raise ValueError(f"chosen must be int32 and gates float32 [N, k], got {chosen.dtype} and {gates.dtype}")
+    if experts > MAX_EXPERTS:
+        raise ValueError(f"at most {MAX_EXPERTS} experts, got {experts}")
+    count = chosen.numel()
+    chosen, gates = chosen.contiguous(), gates.contiguous()
+    tables = torch.empty(2, experts, dtype=torch.int32, device=chosen.device)
+    rows = torch.empty(2, count, dtype=torch.int32, device=chosen.device)
+    sorted_gates = torch.empty(count, device=chosen.device)
+    pointers = (chosen, gates, tables[0], tables[1], rows[0], rows[1], sorted_gates)
+    numbers = (count, chosen.shape[1], experts)
+    arguments = [ctypes.c_void_p(t.data_ptr()) for t in pointers] + [ctypes.c_int(number) for number in numbers]
+    _kernel().launch((1, 1, 1), (THREADS, 1, 1), *arguments)
+    return tables[0], tables[1], rows[0], rows[1], sorted_gates
+
+
+def routed_experts(
+    x: Tensor, chosen: Tensor, gates: Tensor, w13: ExpertWeights, w2: ExpertWeights, limit: float
+) -> Tensor:
+    """sum over the chosen experts of gate * SwiGLU expert, as `moe_experts_fp4` with quantised activations.
+
+    x BF16 [N, D], chosen int32 [N, k], gates float32 [N, k], w13 arranged with gate_up, w2 without -> float32 [N, D].
+    Slots are added in their order: the result does not depend on the batch. Raises ValueError.
+    """
+    n, dim = x.shape
+    slots = chosen.shape[1]
+    if not n:
+        return torch.zeros(n, dim, device=x.device)
+    begins, counts, tokens, pairs, sorted_gates = route(chosen, gates, w13.tiles.shape[0])
+    values, scales = quantize_rows(x, rows=tokens)
+    z, z_scales = grouped_gate_up(values, scales, begins, counts, w13, sorted_gates, limit)
+    parts = torch.empty(n * slots, dim, dtype=torch.bfloat16, device=x.device)
+    grouped_gemm(z, z_scales, begins, counts, w2, parts, pairs)
+    return parts.view(n, slots, dim).sum(1, dtype=torch.float32)
