@@ -25,8 +25,16 @@ def check_device(device: str) -> None:
 
 
 def load_engine(model: str | Path, config: EngineConfig | None = None) -> Engine:
-    """Load weights, size the caches and make the engine. Raises ValueError for a bad model, config or checkpoint."""
+    """Load weights, size the caches and make an engine that answers requests by itself.
+
+    Raises ValueError for a bad model, config or checkpoint.
+    """
     config = config or EngineConfig()
+    if config.kind not in ("normal", "completion"):
+        raise ValueError(
+            f"kind (DEEPINFER_ENGINE_KIND) must be normal or completion, got {config.kind!r}: such an engine needs "
+            "another one beside it, and nothing moves sequences between processes yet"
+        )
     check_device(config.device)
     runner = ModelRunner.from_checkpoint(resolve_model(model), config)
     return Engine(runner, config, runner.eos_token_ids)

@@ -146,8 +146,11 @@ class Scheduler:
         self._release(seq)
 
     def add_prefilled(self, seq: Sequence) -> bool:
-        """Take in a sequence whose cache the caller is about to fill up to its last token; False: no room now."""
-        if not self._fits(seq):
+        """Take in a sequence whose cache the caller is about to fill up to its last token; False: no room now.
+
+        Whoever was preempted here comes first.
+        """
+        if self.waiting or not self._fits(seq):
             return False
         self._hold(seq)
         seq.num_computed = len(seq) - 1

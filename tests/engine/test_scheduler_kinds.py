@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.loading import load_engine
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.swap import copy_sequence
@@ -143,6 +144,31 @@ def test_a_full_decode_engine_says_so_and_changes_nothing() -> None:
     assert target.add_prefilled("b", second) is None
     assert "b" not in target.requests
     target.scheduler.check_integrity()
+
+
+def test_what_was_preempted_comes_before_what_is_handed_over() -> None:
+    """Otherwise a stream of new sequences would take every block that falls free."""
+    source = make_engine(BLOCK_SIZE, 40, 3, 64, 64, kind="prefill")
+    target = make_engine(BLOCK_SIZE, 12, 3, 64, 64, kind="decode", watermark=0.0)
+    for name in "abc":
+        source.add_request(name, [1] * 18, SamplingParams(temperature=0, ignore_eos=True, max_tokens=20))
+    source.step()
+    first, second, third = source.take_prefilled()
+    assert not hand_over(source, target, [first, second])
+    while not target.scheduler.waiting:
+        target.step()
+    while target.scheduler.waiting:
+        assert target.add_prefilled("c", third) is None
+        target.step()
+    while target.add_prefilled("c", third) is None:
+        target.step()
+    target.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_half_an_engine_is_not_loaded_where_requests_come_in(kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"kind \(DEEPINFER_ENGINE_KIND\) must be normal or completion, got '{kind}'"):
+        load_engine("nano", EngineConfig(kind=kind))
 
 
 def test_a_completion_engine_prefills_four_times_before_it_decodes() -> None:
