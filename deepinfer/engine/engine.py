@@ -14,12 +14,9 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
@@ -30,53 +27,18 @@ from deepinfer.engine.model_inputs import build_model_inputs, decoder_start
 from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
-from deepinfer.engine.swap import CacheRows, HostSwap
+from deepinfer.engine.step import LaunchedStep, Runner, merged
+from deepinfer.engine.swap import HostSwap
 from deepinfer.engine.voting import Lockstep
-from deepinfer.models.inputs import ModelInputs
 from deepinfer.observability.observer import Observer
 from deepinfer.observability.stats import StepStats
 from deepinfer.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.random import completion_seed
-from deepinfer.sampling.sampler import LaunchedSample, SamplerOutput, launch_sample
+from deepinfer.sampling.sampler import SamplerOutput, launch_sample
 from deepinfer.sampling.transfer import upload
 
 logger = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    """The model side: holds weights and caches, runs one step.
-
-    `num_blocks` counts the null block. The state of a sequence is reset when a step starts it at position 0.
-    For statistics a runner may also have `flops`, a FlopsEstimator, and `expert_counts`, int [layers, experts]: the
-    tokens of each expert in the latest step. A runner for prompts with images has `image_token_id`. One that replays
-    decode steps has `graphs`, DecodeGraphs, whose buffers their inputs are written to.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    num_blocks: int
-
-    def run(self, inputs: ModelInputs) -> Tensor:
-        """Logits float32 [R, vocab_size] of inputs.logits_rows."""
-        ...
-
-    def cache_rows(self) -> CacheRows:
-        """The caches, for preemption_mode "swap" and for handing sequences over."""
-        ...
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """A step on its way. `sequences` get a token each, row by row of `logits`; `token_slots` are their state slots."""
-
-    batch: ScheduledBatch
-    sequences: list[Sequence]
-    token_slots: Tensor
-    logits: Tensor
-    starts: np.ndarray  # int64 [S], tokens of each sequence that were in the cache before
-    launch_time: tuple[float, float]  # before and after the launch of the model, seconds
-    sampled: LaunchedSample | None = None  # once sampling is launched
 
 
 class Engine:
@@ -250,7 +212,7 @@ class Engine:
             self._in_flight = None
         if self._check_integrity:
             self.scheduler.check_integrity()
-        return _merged(outputs)
+        return merged(outputs)
 
     def _end_expired(self) -> list[RequestOutput]:
         """Requests past their deadline end with what they have, like aborted ones."""
@@ -436,14 +398,3 @@ class Engine:
         return RequestOutput(
             request.request_id, request.prompt_token_ids, outputs, request.finished, request.metrics, error
         )
-
-
-def _merged(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """One output a request."""
-    news: dict[str, RequestOutput] = {}
-    for output in outputs:
-        if output.request_id in news:
-            news[output.request_id].merge(output)
-        else:
-            news[output.request_id] = output
-    return list(news.values())

@@ -31,7 +31,7 @@ def weighted_sum(token_ids: np.ndarray, coef: np.ndarray) -> int:
 
 
 class ToyRunner:
-    """Implements deepinfer.engine.engine.Runner."""
+    """Implements deepinfer.engine.step.Runner."""
 
     def __init__(
         self,
