@@ -82,6 +82,33 @@ def test_a_sequence_comes_back_into_other_blocks_byte_for_byte(
         assert torch.equal(tensor[3], state) and (tensor[[0, 1, 2, 4]] == 255).all()
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_copies_keep_their_place_among_the_steps() -> None:
+    """Nothing waits for the device: blocks are written over, and host rows used again, while copies are under way."""
+    rows = random_rows(600, 4, [50_000, 6_960], [1_000_000])
+    rows = CacheRows([tensor.cuda() for tensor in rows.blocks], [tensor.cuda() for tensor in rows.slots])
+    want, want_slot = [tensor.clone() for tensor in rows.blocks], rows.slots[0].clone()
+    swap = HostSwap(rows, BLOCK_SIZE, 60_000 * 400)
+    blocks = torch.randperm(599, generator=torch.Generator().manual_seed(1)).add(1).tolist()
+    first, second = (
+        make_sequence(BLOCK_SIZE * 300, blocks[:300], 1),
+        make_sequence(BLOCK_SIZE * 200, blocks[300:500], 2),
+    )
+    assert swap.swap_out(first)
+    for tensor in (*rows.blocks, *rows.slots):
+        tensor[blocks[:300] if len(tensor) == 600 else 1] = 7  # the next step writes to them
+    first.block_table, first.state_slot = array("i", blocks[299::-1]), 3
+    swap.swap_in(first)
+    assert swap.swap_out(second)  # into the rows that have just been read
+    for tensor in rows.blocks:
+        tensor[blocks[300:500]] = 9
+    swap.swap_in(second)
+    for tensor, whole in zip(rows.blocks, want, strict=True):
+        assert torch.equal(tensor[blocks[299::-1]], whole[blocks[:300]])
+        assert torch.equal(tensor[blocks[300:500]], whole[blocks[300:500]])
+    assert torch.equal(rows.slots[0][3], want_slot[1]) and torch.equal(rows.slots[0][2], want_slot[2])
+
+
 def test_a_full_pool_takes_nothing() -> None:
     rows = random_rows(24, 3, [16], [16])
     swap = HostSwap(rows, BLOCK_SIZE, 6 * 16)  # three blocks and their state, and one row too few for the next
