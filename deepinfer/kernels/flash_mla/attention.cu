@@ -9,9 +9,6 @@
 // Specialised by macros: HEADS, WINDOW_FORMAT, WINDOW_PAGE, LATENT_FORMAT, LATENT_PAGE (rows.cuh), SPLIT (blocks that share
 // a token's keys: a cluster), Q_NORM, ROPE, OUT_FP8.
 
-#ifndef CONSUMER_FENCE
-#define CONSUMER_FENCE 0
-#endif
 #include "epilogue.cuh"
 #include "query.cuh"
 #include "rows.cuh"
@@ -19,6 +16,7 @@
 
 #define BLOCK_HEADS 64
 #define BLOCKS_A_TOKEN (HEADS / BLOCK_HEADS)
+#define UNPACKS (WINDOW_FORMAT > ROWS_BF16 || LATENT_FORMAT > ROWS_BF16)
 #define PACKED_ONLY (WINDOW_FORMAT != ROWS_BF16 && LATENT_FORMAT != ROWS_BF16)
 #define LATENT_OR_ANY (LATENT_FORMAT == ROWS_NONE ? ROWS_BF16 : LATENT_FORMAT)
 #define KEY_SCALE (PACKED_ONLY ? UNPACK_SCALE : 1.0f)  // keys in shared memory are the true ones over this
@@ -89,15 +87,15 @@ struct Filling {
         if (window) rows.find(p.window, token, beyond ? p.window.count : tile * 64 + row);
         else rows.find(p.latent, token, beyond ? p.latent.count : (tile - tiles.window) * 64 + row);
     }
-    DEVICE void load(PackedRow (&raw)[2], const Params& p, int first, int half) const {
+    DEVICE void load(PackedRow& raw, const Params& p, int i, int half) const {
         int lane = threadIdx.x % 8;
-        if (window) load_two<WINDOW_FORMAT, WINDOW_PAGE>(raw, p.window, rows, first, half, lane);
-        else load_two<LATENT_OR_ANY, LATENT_PAGE>(raw, p.latent, rows, first, half, lane);
+        if (window) load_row<WINDOW_FORMAT, WINDOW_PAGE>(raw, p.window, rows.slot[i], half, lane);
+        else load_row<LATENT_OR_ANY, LATENT_PAGE>(raw, p.latent, rows.slot[i], half, lane);
     }
-    DEVICE void store(const PackedRow (&raw)[2], const Params& p, int first, u32 target, int half) const {
+    DEVICE void store(const PackedRow& raw, const Params& p, int i, u32 target, int half) const {
         int lane = threadIdx.x % 8;
-        if (window) store_two<WINDOW_FORMAT, WINDOW_PAGE, PACKED_ONLY>(raw, p.window, rows, first, target, half, lane);
-        else store_two<LATENT_OR_ANY, LATENT_PAGE, PACKED_ONLY>(raw, p.latent, rows, first, target, half, lane);
+        if (window) store_row<WINDOW_FORMAT, WINDOW_PAGE, PACKED_ONLY>(raw, p.window, rows.slot[i], target, half, lane);
+        else store_row<LATENT_OR_ANY, LATENT_PAGE, PACKED_ONLY>(raw, p.latent, rows.slot[i], target, half, lane);
     }
     // With the first half of a tile comes what is added to its 64 logits.
     DEVICE void write_bias(float* bias, u32 ready) const {
@@ -113,6 +111,24 @@ struct Filling {
     }
 };
 
+// Packed rows come through registers, one half tile ahead. That covers the latency of L2, not that of memory: so all of a
+// token's rows are fetched into L2 when its turn comes.
+DEVICE void prefetch_rows(const Params& p, const Tiles& tiles, int token) {
+    if (!UNPACKS) return;
+    const int row = threadIdx.x % 128 / 2, part = threadIdx.x % 2;
+#pragma unroll 4
+    for (int tile = 0; tile < tiles.count; tile++) {
+        const int at = tiles.first + tile;
+        const bool window = LATENT_FORMAT == ROWS_NONE || at < tiles.window;
+        const RowSource& source = window ? p.window : p.latent;
+        const int slot = slot_at(source, token, (window ? at : at - tiles.window) * 64 + row);
+        const int bytes = window ? ROW_BYTES(WINDOW_FORMAT) : ROW_BYTES(LATENT_FORMAT);
+        if (slot < 0) continue;
+        const u8* start = window ? row_address<WINDOW_PAGE>(source, slot) : row_address<LATENT_PAGE>(source, slot);
+        for (int i = part * 128; i < bytes + 127; i += 256) prefetch_to_l2(start + min(i, bytes - 1));
+    }
+}
+
 DEVICE void produce(const Params& p, const TensorMap& query_map, const Barriers& barriers, u8* shared, int first_item,
                     int items, int step, int rank) {
     const int lane = threadIdx.x % 8, row = threadIdx.x % 128 / 8;
@@ -120,7 +136,7 @@ DEVICE void produce(const Params& p, const TensorMap& query_map, const Barriers&
     const Tiles tiles(p, rank);
     u32 parity = 1, query_parity = !QUERY_IS_CHANGED;  // at parity 1 the first wait returns at once: nothing is in use
     for (int item = first_item; item < items; item += step) {
-        int token = item / BLOCKS_A_TOKEN, head = item % BLOCKS_A_TOKEN * BLOCK_HEADS;
+        const int token = item / BLOCKS_A_TOKEN, head = item % BLOCKS_A_TOKEN * BLOCK_HEADS;
         Filling next[2];
         next[0].find(p, tiles, token, 0);
         next[1].find(p, tiles, token, 1);
@@ -131,27 +147,32 @@ DEVICE void produce(const Params& p, const TensorMap& query_map, const Barriers&
             if (QUERY_IS_CHANGED) change_query<128>(p.query, p.angles, token, head, target, barriers.query_ready());
             else copy_query(query_map, token, head, target, barriers.query_ready());
         }
-        PackedRow early[2], late[2];
-        next[0].load(early, p, 0, 0);
+        PackedRow raw[ROWS_A_THREAD];
+#pragma unroll
+        for (int i = 0; i < ROWS_A_THREAD; i++) next[0].load(raw[i], p, i, 0);
+        prefetch_rows(p, tiles, token);
+        const int later = item + step;
+        if (later < items) prefetch_query(p.query, later / BLOCKS_A_TOKEN, later % BLOCKS_A_TOKEN * BLOCK_HEADS);
         for (int pair = 0; pair < tiles.pairs(); pair++) {
-            Filling now[2] = {next[0], next[1]};
+            const Filling now[2] = {next[0], next[1]};
             const bool more = pair + 1 < tiles.pairs();
             if (more) {  // early: the slots' latency passes behind the copies
                 next[0].find(p, tiles, token, 2 * pair + 2);
                 next[1].find(p, tiles, token, 2 * pair + 3);
             }
-            // In the order in which the consumers need and free them: (0, 0), (1, 1), (0, 1), (1, 0).
+            // In the order in which the consumers need and free halves: (0, 0), (1, 1), (0, 1), (1, 0).
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int tile = i % 2, half = i == 1 || i == 2;
+                const int tile = i % 2, half = i == 1 || i == 2, half_after = i < 2;
+                const Filling& following = i < 3 ? now[1 - tile] : next[0];
                 const u32 target = keys + (tile * 2 + half) * HALF_TILE_BYTES, ready = barriers.ready(tile, half);
-                now[tile].load(late, p, 2, half);
                 barrier_wait(barriers.free(tile, half), parity);
-                if (i < 2) now[tile].write_bias((float*)(shared + BIAS) + tile * 64, ready);
-                now[tile].store(early, p, 0, target, half);
-                if (i < 3) now[1 - tile].load(early, p, 0, i == 0 || i == 1);
-                else if (more) next[0].load(early, p, 0, 0);
-                now[tile].store(late, p, 2, target, half);
+                if (tile == half) now[tile].write_bias((float*)(shared + BIAS) + tile * 64, ready);
+#pragma unroll
+                for (int j = 0; j < ROWS_A_THREAD; j++) {
+                    now[tile].store(raw[j], p, j, target + j * 2048, half);
+                    if (i < 3 || more) following.load(raw[j], p, j, half_after);
+                }
                 now[tile].announce_half(ready);
             }
             parity ^= 1;
@@ -265,20 +286,12 @@ DEVICE void put_maximum(float* target, const Softmax& softmax, int row, int c) {
     if (c == 0) target[row] = softmax.maximum[0], target[row + 8] = softmax.maximum[1];
 }
 
-// Until a half tile is there and the matrix units see it.
-DEVICE void wait_for(u32 ready, u32 parity) {
-    barrier_wait(ready, parity);
-#if CONSUMER_FENCE
-    fence_to_matrix_units();
-#endif
-}
-
 // Scores of the group's own tile, left running: the half that arrives first comes first.
 template <int GROUP_ID>
 DEVICE void score_tile(float (&s)[32], u32 query, u32 keys, const Barriers& barriers, u32 parity) {
-    wait_for(barriers.ready(GROUP_ID, GROUP_ID), parity);
+    barrier_wait(barriers.ready(GROUP_ID, GROUP_ID), parity);
     score_half(s, query, keys, GROUP_ID, true);
-    wait_for(barriers.ready(GROUP_ID, 1 - GROUP_ID), parity);
+    barrier_wait(barriers.ready(GROUP_ID, 1 - GROUP_ID), parity);
     score_half(s, query, keys, 1 - GROUP_ID, false);
 }
 DEVICE void wait_for_query(const Barriers& barriers, u32& query_parity) {
@@ -349,15 +362,15 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 factor[1] = softmax.move(1, shared_maximum[64 + row + 8]);
                 rescale(o, factor);
                 get_words(other, words);
-                wait_for(barriers.ready(1, 0), parity);
+                barrier_wait(barriers.ready(1, 0), parity);
                 add_values(o, words, values_1);
                 parity ^= 1;
                 if (pair + 1 < pairs) {
-                    wait_for(barriers.ready(0, 0), parity);
+                    barrier_wait(barriers.ready(0, 0), parity);
                     score_half(s, query, my_keys, 0, true);
                     wgmma_wait<1>();
                     arrive_warp(barriers.free(1, 0), lane);
-                    wait_for(barriers.ready(0, 1), parity);
+                    barrier_wait(barriers.ready(0, 1), parity);
                     score_half(s, query, my_keys, 1, false);
                     wgmma_wait<0>();
                     fence_registers(s);
@@ -377,7 +390,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 factor[1] = softmax.move(1, shared_maximum[row + 8]);
                 rescale(o, factor);
                 get_words(other, words);
-                wait_for(barriers.ready(0, 1), parity);
+                barrier_wait(barriers.ready(0, 1), parity);
                 add_values(o, words, values_0);
                 wgmma_wait<1>();
                 fence_registers(s);
@@ -437,13 +450,14 @@ sparse_attention(const __grid_constant__ Params p, const __grid_constant__ Tenso
     __syncthreads();
     const int rank = blockIdx.x % SPLIT, items = p.tokens * BLOCKS_A_TOKEN;
     const int first = blockIdx.x / SPLIT, step = gridDim.x / SPLIT;
+    // Of the launch's 384 x 168 registers, the consumers get more: 2 x 128 x 208 + 128 x 88.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the same for a warp
     if (group == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(88));
         produce(p, query_map, barriers, shared, first, items, step, rank);
         if (SPLIT > 1) cluster_sync_twice();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(208));
         if (group == 0) consume<0>(p, barriers, shared, first, items, step, rank);
         else consume<1>(p, barriers, shared, first, items, step, rank);
     }

@@ -48,6 +48,13 @@ DEVICE void copy_query(const TensorMap& map, int token, int head, u32 target, u3
     for (int t = 0; t < 8; t++) copy_box(target + t * 8192, map, t * 64, head, token, ready);
 }
 
+// To L2, while its token has to wait.
+DEVICE void prefetch_query(const Query& query, int token, int head) {
+    const u8* start = query.base + token * query.token_stride + (threadIdx.x % 128 % 8) * 128;
+#pragma unroll
+    for (int row = 0; row < 64; row += 16) prefetch_to_l2(start + (head + row + threadIdx.x % 128 / 8) * query.head_stride);
+}
+
 // Changed: 8 threads a row, THREADS of them together. Each announces its share to `ready`, unless that is 0.
 template <int THREADS>
 DEVICE void change_query(const Query& query, const Angles& angles, int token, int head, u32 target, u32 ready) {

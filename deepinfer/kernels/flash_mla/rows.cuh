@@ -11,12 +11,15 @@
 #define ROWS_FP8 2    // 512 of E4M3, then 16 of UE8M0 (one for 32 values)
 #define ROWS_NVFP4 3  // 256 of E2M1 pairs, then 32 of E4M3 (one for 16 values)
 
+#define ROW_BYTES(format) ((format) == ROWS_FP8 ? 528 : (format) == ROWS_NVFP4 ? 288 : 1024)
+
 #define HALF_TILE_BYTES 32768
 #define SUB_TILE_BYTES 8192
 #define ROWS_A_THREAD 4
 
 // Packed rows are widened times 2^-16, so that a product of two scales stays in range; see KEY_SCALE in attention.cu.
 #define UNPACK_SCALE 65536.0f
+#define NAN_PAIR 0x7FC07FC0u
 
 struct RowSource {
     const u8* base;
@@ -33,17 +36,17 @@ DEVICE const u8* row_address(const RowSource& source, int slot) {
     return source.base + slot / (PAGE ? PAGE : 1) * source.page_stride + slot % (PAGE ? PAGE : 1) * source.row_stride;
 }
 
-// The rows of one tile that a thread reads; -1 where there is none.
+DEVICE int slot_at(const RowSource& source, int token, int position) {
+    return position < source.count ? __ldg(source.slots + token * source.slots_stride + position) : -1;
+}
+
+// The rows of one tile that a thread reads, 16 apart; -1 where there is none.
 struct Rows {
     int slot[ROWS_A_THREAD];
 
-    // Slots first + 16 i of the token's list; past its end there is none.
     DEVICE void find(const RowSource& source, int token, int first) {
 #pragma unroll
-        for (int i = 0; i < ROWS_A_THREAD; i++) {
-            int position = first + 16 * i;
-            slot[i] = position < source.count ? __ldg(source.slots + token * source.slots_stride + position) : -1;
-        }
+        for (int i = 0; i < ROWS_A_THREAD; i++) slot[i] = slot_at(source, token, first + 16 * i);
     }
 };
 
@@ -78,22 +81,20 @@ DEVICE u32 widen_e4m3(u32 bytes, u32 selector, u32 scale) {
     return multiply_bf16((top >> 4 & 0x07F007F0u) | (top & 0x80008000u), scale);
 }
 
-// The 8 values of sub-tile t times 2^-16, in BF16.
+// The 8 values of sub-tile t times 2^-16, in BF16. A scale of NaN makes them NaN; so does an FP8 scale beyond 2^23.
 template <int FORMAT>
 DEVICE void unpack(const PackedRow& raw, int t, int lane, u32 (&words)[4]) {
     if (FORMAT == ROWS_FP8) {
-        u32 exponent = raw.words[8 + t / 2] >> (t % 2 * 16 + lane / 4 * 8) & 0xFF;
-        u32 scale = exponent == 255 ? 0x7FC0 : exponent > 150 ? 0x7F80 : (exponent + 104) << 7;  // 2^(e - 127 + 120 - 16)
-        scale |= scale << 16;
+        u32 exponent = permute(raw.words[8 + t / 2], 0, 0x4440 + t % 2 * 2 + lane / 4);
+        u32 scale = exponent > 150 ? NAN_PAIR : (exponent + 104) * 0x00800080u;  // two of 2^(e - 127 + 120 - 16)
         words[0] = widen_e4m3(raw.words[2 * t], 0x1404, scale);
         words[1] = widen_e4m3(raw.words[2 * t], 0x3424, scale);
         words[2] = widen_e4m3(raw.words[2 * t + 1], 0x1404, scale);
         words[3] = widen_e4m3(raw.words[2 * t + 1], 0x3424, scale);
     } else {  // E2M1 at the bottom of a BF16's exponent is the value x 2^-126
-        u32 byte = raw.words[4 + t] >> (lane / 2 * 8) & 0x7F;
-        float factor = __uint_as_float(byte << 20) * 0x1p120f * 0x1p110f;  // E4M3 x 2^(126 - 16)
-        if (byte == 0x7F) factor = __uint_as_float(0x7FC00000u);
-        u32 scale = pack_bf16(factor, factor);
+        u32 byte = permute(raw.words[4 + t], 0, 0x4440 + lane / 2);
+        u32 scale = byte == 0x7F ? NAN_PAIR : byte * 0x00100010u;  // two of the scale x 2^-120
+        scale = multiply_bf16(multiply_bf16(scale, 0x7B807B80u), 0x76807680u);  // x 2^120 x 2^(126 - 16)
         u32 x = raw.words[t];
         u32 a = multiply_bf16((x << 6 & 0x01C001C0u) | (x << 12 & 0x80008000u), scale);  // values 0 and 4
         u32 b = multiply_bf16((x << 2 & 0x01C001C0u) | (x << 8 & 0x80008000u), scale);   // 1 and 5
@@ -106,43 +107,33 @@ DEVICE void unpack(const PackedRow& raw, int t, int lane, u32 (&words)[4]) {
     }
 }
 
-// Rows `first` and `first` + 1 of a thread's four: `load_two` may run while the half tile is still in use. BF16 rows
-// need no registers and are copied by `store_two`.
+// One of a thread's four rows: `load_row` may run while the half tile is still in use. BF16 rows need no registers and
+// are copied by `store_row`.
 template <int FORMAT, int PAGE>
-DEVICE void load_two(PackedRow (&raw)[2], const RowSource& source, const Rows& rows, int first, int half, int lane) {
+DEVICE void load_row(PackedRow& raw, const RowSource& source, int slot, int half, int lane) {
     if (FORMAT == ROWS_BF16) return;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int slot = rows.slot[first + i];
-        if (slot >= 0) load_packed<FORMAT>(raw[i], row_address<PAGE>(source, slot), half, lane);
-        else raw[i] = PackedRow{};
-    }
+    if (slot >= 0) load_packed<FORMAT>(raw, row_address<PAGE>(source, slot), half, lane);
+    else raw = PackedRow{};
 }
 
-// `scaled`: leave the values times 2^-16.
+// SCALED: leave the values times 2^-16.
 template <int FORMAT, int PAGE, bool SCALED>
-DEVICE void store_two(const PackedRow (&raw)[2], const RowSource& source, const Rows& rows, int first, u32 target, int half,
-                      int lane) {
+DEVICE void store_row(const PackedRow& raw, const RowSource& source, int slot, u32 target, int half, int lane) {
+    if (FORMAT == ROWS_BF16) {
+        const u8* row = row_address<PAGE>(source, max(slot, 0)) + half * 512 + lane * 16;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 row_target = target + (first + i) * 2048;
-        if (FORMAT == ROWS_BF16) {
-            int slot = rows.slot[first + i];
-            const u8* row = row_address<PAGE>(source, max(slot, 0)) + half * 512 + lane * 16;
+        for (int t = 0; t < 4; t++) copy_16(target + t * SUB_TILE_BYTES, row + t * 128, slot >= 0);
+        return;
+    }
 #pragma unroll
-            for (int t = 0; t < 4; t++) copy_16(row_target + t * SUB_TILE_BYTES, row + t * 128, slot >= 0);
-        } else {
+    for (int t = 0; t < 4; t++) {
+        u32 words[4];
+        unpack<FORMAT>(raw, t, lane, words);
+        if (!SCALED) {
 #pragma unroll
-            for (int t = 0; t < 4; t++) {
-                u32 words[4];
-                unpack<FORMAT>(raw[i], t, lane, words);
-                if (!SCALED) {
-#pragma unroll
-                    for (int w = 0; w < 4; w++) words[w] = multiply_bf16(words[w], 0x47804780u);  // 2^16
-                }
-                store_shared(row_target + t * SUB_TILE_BYTES, words[0], words[1], words[2], words[3]);
-            }
+            for (int w = 0; w < 4; w++) words[w] = multiply_bf16(words[w], 0x47804780u);  // 2^16
         }
+        store_shared(target + t * SUB_TILE_BYTES, words[0], words[1], words[2], words[3]);
     }
 }
 

@@ -29,23 +29,19 @@ class Variant:
 
     def build(self) -> Build:
         """What to compile."""
-        formats = (ROW_FORMATS[self.window_format], ROW_FORMATS[self.latent_format])
-        packed = max(formats) > 1
         return Build(
             "sparse_attention",
             SOURCE,
             {
                 "HEADS": self.heads,
-                "WINDOW_FORMAT": formats[0],
+                "WINDOW_FORMAT": ROW_FORMATS[self.window_format],
                 "WINDOW_PAGE": self.window_page,
-                "LATENT_FORMAT": formats[1],
+                "LATENT_FORMAT": ROW_FORMATS[self.latent_format],
                 "LATENT_PAGE": self.latent_page,
                 "SPLIT": self.split,
                 "Q_NORM": int(self.q_norm),
                 "ROPE": int(self.rope),
                 "OUT_FP8": int(self.fp8),
-                "CONSUMER_REGISTERS": 208 if packed else 216,
-                "PRODUCER_REGISTERS": 88 if packed else 72,
             },
         )
 
@@ -55,9 +51,9 @@ def builds() -> list[Build]:
     ring, sources = 134, ((None, 0), ("latent", 64), ("latent", 128))  # rows a page at block size 128
     variants = []
     for packed, (kind, page) in product((True, False), sources):
-        latent = None if kind is None else RowFormat.NVFP4 if packed else "bf16"
+        latent = None if kind is None else RowFormat.NVFP4 if self.packed else "bf16"
         variants.append(Variant(64, "bf16", 0, latent, page))
-        window = RowFormat.FP8 if packed else "bf16"
+        window = RowFormat.FP8 if self.packed else "bf16"
         variants += [Variant(64, window, ring, latent, page, split) for split in (1, 2, 4)]
     fused = [Variant(64, RowFormat.FP8, ring, RowFormat.NVFP4, page, 1, rope=True, fp8=True) for page in (64, 128)]
     return [variant.build() for variant in dict.fromkeys([*variants, *fused])]
