@@ -80,7 +80,7 @@ def attention_flops(tokens: int) -> float:
 
 
 def prefill(tokens: int = 4096, rows: int = 32768) -> list[Record]:
-    """128 rows of a window and 512 selected at random, all BF16, and with the selected ones NVFP4 as the engine has them."""
+    """128 rows of a window and 512 selected at random: all BF16, and the selected ones NVFP4 as in the engine."""
     ours: list[Run] = []
     packed: list[Run] = []
     theirs: list[Run] = []

@@ -51,9 +51,9 @@ def builds() -> list[Build]:
     ring, sources = 134, ((None, 0), ("latent", 64), ("latent", 128))  # rows a page at block size 128
     variants = []
     for packed, (kind, page) in product((True, False), sources):
-        latent = None if kind is None else RowFormat.NVFP4 if self.packed else "bf16"
+        latent = None if kind is None else RowFormat.NVFP4 if packed else "bf16"
         variants.append(Variant(64, "bf16", 0, latent, page))
-        window = RowFormat.FP8 if self.packed else "bf16"
+        window = RowFormat.FP8 if packed else "bf16"
         variants += [Variant(64, window, ring, latent, page, split) for split in (1, 2, 4)]
     fused = [Variant(64, RowFormat.FP8, ring, RowFormat.NVFP4, page, 1, rope=True, fp8=True) for page in (64, 128)]
     return [variant.build() for variant in dict.fromkeys([*variants, *fused])]
