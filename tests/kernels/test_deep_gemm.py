@@ -23,7 +23,9 @@ from deepinfer.kernels.reference.quant import (
     dequantize_fp8_weight,
     fp8_round_trip,
     pack_fp8_row,
+    pack_mxfp4_row,
     quantize_fp8_weight,
+    unpack_mxfp4_row,
 )
 
 gpu = pytest.mark.gpu
@@ -420,3 +422,31 @@ def test_logits_of_pages(sequences, queries, width):
         seen = torch.arange(width, device="cuda") < visible[rows, None]
         if seen.any():
             assert relative_error(out[rows][seen], expected[seen]) < 1e-3
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize("sequences, queries, width", [(3, 1, 200), (5, 2, 1000), (40, 3, 500), (2, 6, 300)])
+def test_logits_of_fp4_pages(sequences, queries, width, page):
+    """Keys as the engine's cache holds them; some are far apart in size, some zero."""
+    torch.manual_seed(width)
+    pages = -(-width // page)
+    q, _, _, weights = random_query(sequences * queries, 1)
+    spread = torch.exp(torch.randn(sequences * pages * page, 4, device="cuda")).repeat_interleave(32, 1)
+    rows = pack_mxfp4_row(torch.randn(sequences * pages * page, 128, device="cuda") * spread)
+    rows[::7] = pack_mxfp4_row(torch.zeros(1, 128, device="cuda"))
+    keys = unpack_mxfp4_row(rows, 128, torch.float64)
+    order = torch.randperm(sequences * pages, device="cuda")
+    cache = torch.full((sequences * pages + 3, page * 68 + 64), 255, dtype=torch.uint8, device="cuda")
+    cache = cache[:, 16 : 16 + page * 68].unflatten(1, (page, 68))
+    cache[order] = rows.view(-1, page, 68)
+    visible = torch.randint(0, width + 1, (sequences * queries,), dtype=torch.int32, device="cuda")
+    table = order.view(sequences, pages).int().contiguous()
+    out = paged_mqa_logits(q.view(sequences, queries, 32, 128), cache, weights, visible, table, width)
+    for i in range(sequences):
+        part, own = slice(i * queries, (i + 1) * queries), slice(i * pages * page, i * pages * page + width)
+        expected = expected_logits(q[part], keys[own], torch.ones(width, device="cuda"), weights[part])
+        seen = torch.arange(width, device="cuda") < visible[part, None]
+        if seen.any():
+            assert relative_error(out[part][seen], expected[seen]) < 1e-3

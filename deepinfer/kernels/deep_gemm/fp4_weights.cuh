@@ -17,6 +17,9 @@ __constant__ uint2 small_magnitudes[8] = {{0x0C080400, 0x1C181410}, {0x06040200,
                                           {0x02010000, 0x06040302}, {0x01000000, 0x03020201}, {0x00000000, 0x02010100},
                                           {0x00000000, 0x01000000}, {0x00000000, 0x00000000}};
 
+// E4M3 of the eight magnitudes times 2^(t - 5), t below 12: {0, 0.5, 1, 1.5} and {2, 3, 4, 6}.
+DEVICE uint2 scaled_magnitudes(u32 t) { return make_uint2(0x14100800u + t * 0x08080800u, 0x24201C18u + t * 0x08080808u); }
+
 struct Codes {
     u32 words[2][4];  // of the two rows, 32 columns each
     u32 scales[2];
@@ -52,8 +55,7 @@ DEVICE void widen(const Codes& codes, u32 (&a)[4][4]) {
 #pragma unroll
         for (int s = 0; s < 4; s++) {
             const u32 t = permute(codes.scales[half], 0, 0x4440 + s);
-            const uint2 magnitudes = make_uint2(0x14100800u + t * 0x08080800u, 0x24201C18u + t * 0x08080808u);
-            widen_word(codes.words[half][s], magnitudes, a[s][half], a[s][2 + half]);
+            widen_word(codes.words[half][s], scaled_magnitudes(t), a[s][half], a[s][2 + half]);
         }
     }
     if (__any_sync(~0u, (codes.scales[0] | codes.scales[1]) & 0x80808080u)) {  // rare: far below the row's largest

@@ -4,25 +4,31 @@
 // keys busy. One warpgroup feeds query and key tiles with the bulk copy engine, two multiply 64 keys each: while one product
 // runs, the sums of the one before are rectified, weighted and added up over the heads in registers.
 //
+// FP4: keys are rows of 68 bytes, 64 of E2M1 pairs and four UE8M0 scales (the engine's cache). They are widened in registers:
+// the eight codes of a word are columns 8 c + 0..7 of a group of 32, which the product takes for 4 c + 0..3 and 16 + 4 c + 0..3,
+// so the query's columns come in that order too. A key takes its largest scale; codes far below it are rounded.
+//
 // PAGED 0: keys [S, 128] and scales [S]; token t sees the keys of [starts[t], ends[t]); work is cut into tiles of
-// TOKENS x PRODUCTS tokens and chunks of keys. PAGED 1: TOKENS x PRODUCTS tokens of each sequence, its keys in pages of 64
-// (64 rows of 128 bytes, then 64 float scales); token t sees ends[t] keys; each block gets an equal run of all tiles.
-// Macros: PAGED, HEADS, TOKENS, PRODUCTS, STAGES.
+// TOKENS x PRODUCTS tokens and chunks of keys. PAGED 1: TOKENS x PRODUCTS tokens of each sequence, its keys in pages of PAGE
+// (FP8: 64 rows of 128 bytes, then 64 float scales); token t sees ends[t] keys; each block gets an equal run of all tiles.
+// Macros: PAGED, FP4 (only PAGED), PAGE (64, 128), HEADS, TOKENS, PRODUCTS, STAGES.
 
+#include "fp4_weights.cuh"
 #include "products.cuh"
+#include "products_registers.cuh"
 #include "tma.cuh"
 
 #define KEYS 128
 #define COLUMNS (HEADS * TOKENS)
 #define QUERY_TOKENS (TOKENS * PRODUCTS)
 #define QUERY_BYTES (QUERY_TOKENS * HEADS * 128)
-#define KEY_BYTES (KEYS * 128)
+#define ROW_BYTES (FP4 ? 68 : 128)
+#define KEY_BYTES (KEYS * ROW_BYTES)
 #define KEY_SCALES (2 * QUERY_BYTES + STAGES * KEY_BYTES)
 #define BARRIERS (KEY_SCALES + STAGES * KEYS * 4)
 #define STARTS (BARRIERS + (2 * STAGES + 4) * 8)
 #define MAX_SEQUENCES 1024
-#define PAGE 64
-#define PAGE_ROWS 66  // of 128 bytes: its keys and their scales
+#define PAGE_ROWS 66  // of 128 bytes: an FP8 page's keys and their scales
 
 struct Params {
     const float* weights;     // [tokens, HEADS]
@@ -30,7 +36,7 @@ struct Params {
     float* out;               // [tokens, out_stride]
     const u8* pages;          // PAGED
     const int* block_table;   // [sequences, table_stride]; PAGED
-    long long out_stride;
+    long long out_stride, page_stride;  // page_stride: bytes; FP4
     int tokens, keys, chunk, table_stride;  // chunk: key tiles of one piece of work
     int clean;                // write -inf where no token of a tile sees a key
 };
@@ -110,15 +116,19 @@ DEVICE void feed(const Params& p, const TensorMap* query_map, const TensorMap* k
         queries.next(2);
         for (int tile = seen.first; tile < seen.end; tile++, ring.next(STAGES)) {
             const u32 arrived = full + ring.stage * 8, target = shared + 2 * QUERY_BYTES + ring.stage * KEY_BYTES;
-            const u32 scales = shared + KEY_SCALES + ring.stage * KEYS * 4;
+            [[maybe_unused]] const u32 scales = shared + KEY_SCALES + ring.stage * KEYS * 4;
             barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-            barrier_expect(arrived, KEY_BYTES + KEYS * 4);
+            barrier_expect(arrived, KEY_BYTES + (FP4 ? 0 : KEYS * 4));
 #if PAGED
             const int* table = p.block_table + (long long)work.sequence * p.table_stride;
             for (int i = 0; i < KEYS / PAGE; i++) {  // past the table's end: the first page of the tile again
                 const int at = tile * (KEYS / PAGE) + i, page = __ldg(table + (at < p.table_stride ? at : at - i));
+#if FP4
+                load_bytes(target + i * PAGE * ROW_BYTES, p.pages + page * p.page_stride, PAGE * ROW_BYTES, arrived);
+#else
                 load_box(target + i * PAGE * 128, key_map, 0, page * PAGE_ROWS, arrived);
                 load_bytes(scales + i * PAGE * 4, p.pages + ((long long)page * PAGE_ROWS + PAGE) * 128, PAGE * 4, arrived);
+#endif
             }
 #else
             load_box(target, key_map, 0, tile * KEYS, arrived);
@@ -127,6 +137,38 @@ DEVICE void feed(const Params& p, const TensorMap* query_map, const TensorMap* k
         }
     }
 }
+
+#if FP4
+DEVICE u32 load_word(u32 at) {
+    u32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+    return x;
+}
+
+// Keys `at` and 8 rows further, as operands of four products; returns the scales of the two.
+DEVICE float2 widen_keys(u32 at, int c, u32 (&a)[4][4]) {
+    float scale[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const u32 row = at + half * 8 * ROW_BYTES, exponents = load_word(row + 64);
+        int e[4], top = 0;
+#pragma unroll
+        for (int s = 0; s < 4; s++) e[s] = permute(exponents, 0, 0x4440 + s), top = max(top, e[s]);
+        scale[half] = top == 255 ? __int_as_float(0x7FC00000) : __int_as_float(max(top - 6, 0) << 23);
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const u32 word = load_word(row + s * 16 + c * 4);
+            const int t = 11 - top + e[s];
+            uint2 magnitudes = scaled_magnitudes(t);
+            if (t < 0) magnitudes = small_magnitudes[min(-1 - t, 7)];
+            const u32 shifted = word << 4, selectors = word & 0x77777777u;
+            a[s][half] = permute(magnitudes.x, magnitudes.y, selectors) | (permute(word, shifted, 0x9D8C) & 0x80808080u);
+            a[s][2 + half] = permute(magnitudes.x, magnitudes.y, selectors >> 16) | (permute(word, shifted, 0xBFAE) & 0x80808080u);
+        }
+    }
+    return make_float2(scale[0], scale[1]);
+}
+#endif
 
 // Sums over the heads of one product: sum[t][i] of token t and row i (8 further for i = 1), this lane's columns only.
 DEVICE void weigh(const float (&d)[COLUMNS / 2], const float (&w)[TOKENS][HEADS / 4], float (&sum)[TOKENS][2]) {
@@ -189,19 +231,37 @@ DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
         }
         barrier_wait(query_full + queries.stage * 8, queries.parity);
         const u64 query = matrix_descriptor(shared + queries.stage * QUERY_BYTES);
+#if !FP4
         const u64 keys = matrix_descriptor(shared + 2 * QUERY_BYTES + group * 64 * 128);
+#endif
         float d[PRODUCTS][COLUMNS / 2];
         for (int tile = seen.first; tile < seen.end; tile++, ring.next(STAGES)) {
             barrier_wait(full + ring.stage * 8, ring.parity);
+#if FP4
+            u32 a[4][4];
+            const u32 tile_keys = shared + 2 * QUERY_BYTES + ring.stage * KEY_BYTES + (group * 64 + warp * 16 + lane / 4) * ROW_BYTES;
+            const float2 scales = widen_keys(tile_keys, c, a);
+            const float scale = c % 2 ? scales.y : scales.x;
+#pragma unroll
+            for (int s = 0; s < 4; s++) fence_registers(a[s]);
+#else
             const float scale = load_float(shared + KEY_SCALES + (ring.stage * KEYS + row) * 4);
             const u64 tile_keys = keys + (ring.stage * KEY_BYTES >> 4);
+#endif
 #pragma unroll
             for (int i = 0; i < PRODUCTS; i++) fence_registers(d[i]);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < PRODUCTS; i++) {
 #pragma unroll
-                for (int s = 0; s < 4; s++) multiply(d[i], tile_keys + 2 * s, query + (i * COLUMNS * 128 >> 4) + 2 * s, s);
+                for (int s = 0; s < 4; s++) {
+                    const u64 columns = query + (i * COLUMNS * 128 >> 4) + 2 * s;
+#if FP4
+                    multiply(d[i], a[s], columns, s);
+#else
+                    multiply(d[i], tile_keys + 2 * s, columns, s);
+#endif
+                }
                 wgmma_commit();
             }
 #pragma unroll
@@ -209,6 +269,11 @@ DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
                 if (i == PRODUCTS - 1) wgmma_wait<0>();
                 else wgmma_wait<1>();
                 fence_registers(d[i]);
+#if FP4
+                if (i == PRODUCTS - 1)
+#pragma unroll
+                    for (int s = 0; s < 4; s++) fence_registers(a[s]);
+#endif
                 if (i == PRODUCTS - 1 && lane == 0) barrier_arrive(empty + ring.stage * 8);
                 float sum[TOKENS][2];
                 weigh(d[i], w[i], sum);

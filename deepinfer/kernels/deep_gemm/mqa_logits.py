@@ -1,8 +1,9 @@
-"""Logits of the lightning indexer over FP8 keys: ranges of one key array (prefill), or pages of a cache (decode)."""
+"""Logits of the lightning indexer: over ranges of FP8 keys (prefill), or over pages of FP8 or MXFP4 keys (decode)."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from deepinfer.kernels.deep_jit import Build, Kernel
 SOURCE = Path(__file__).parent / "mqa_logits.cu"
 DIM, KEYS, PAGE = 128, 128, 64
 PAGE_BYTES = PAGE * (DIM + 4)
+FP4_ROW, FP4_PAGES = 68, (64, 128)  # bytes of an MXFP4 key; keys of a page
 MAX_SEQUENCES = 1024
 PREFILL_SHAPE = (4, 2)
 # Tokens of a product and products, for 1.. tokens of a sequence.
@@ -31,6 +33,7 @@ class _Params(ctypes.Structure):
         ("pages", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
+        ("page_stride", ctypes.c_int64),
         ("tokens", ctypes.c_int),
         ("keys", ctypes.c_int),
         ("chunk", ctypes.c_int),
@@ -39,28 +42,60 @@ class _Params(ctypes.Structure):
     ]
 
 
-def _stages(heads: int, shape: tuple[int, int]) -> int:
-    query = heads * shape[0] * shape[1] * DIM
-    return min(8, (220_000 - 2 * query) // (KEYS * DIM + KEYS * 4))
+@dataclass(frozen=True)
+class _Variant:
+    """Tokens of a product and products; keys of a page, 0 for ranges of one array."""
 
+    shape: tuple[int, int]
+    page: int = 0
+    fp4: bool = False
+    heads: int = 32
 
-def build(paged: bool, heads: int, shape: tuple[int, int]) -> Build:
-    """What to compile."""
-    tokens, products = shape
-    defines = {"PAGED": int(paged), "HEADS": heads, "TOKENS": tokens, "PRODUCTS": products}
-    return Build("mqa_logits", SOURCE, {**defines, "STAGES": _stages(heads, shape)})
+    @property
+    def query_bytes(self) -> int:
+        return self.heads * self.shape[0] * self.shape[1] * DIM
+
+    @property
+    def stage_bytes(self) -> int:
+        return KEYS * (FP4_ROW if self.fp4 else DIM) + KEYS * 4
+
+    @property
+    def stages(self) -> int:
+        return min(16 if self.fp4 else 8, (220_000 - 2 * self.query_bytes) // self.stage_bytes)
+
+    def build(self) -> Build:
+        """What to compile."""
+        defines: dict[str, int | str] = {
+            "PAGED": int(self.page > 0),
+            "FP4": int(self.fp4),
+            "PAGE": self.page or PAGE,
+            "HEADS": self.heads,
+            "TOKENS": self.shape[0],
+            "PRODUCTS": self.shape[1],
+            "STAGES": self.stages,
+        }
+        return Build("mqa_logits", SOURCE, defines)
 
 
 def builds() -> list[Build]:
     """The indexer of V4.1-Flash: 32 heads; one token a sequence and what speculative decoding verifies."""
-    return [build(False, 32, PREFILL_SHAPE)] + [build(True, 32, shape) for shape in DECODE_SHAPES.values()]
+    decode = [_Variant(shape, PAGE) for shape in DECODE_SHAPES.values()]
+    decode += [_Variant(shape, page, True) for shape in DECODE_SHAPES.values() for page in FP4_PAGES]
+    return [variant.build() for variant in (_Variant(PREFILL_SHAPE), *decode)]
 
 
 @cache
-def _kernel(paged: bool, heads: int, shape: tuple[int, int]) -> Kernel:
-    stages, query = _stages(heads, shape), heads * shape[0] * shape[1] * DIM
-    tables = (2 * stages + 4) * 8 + (MAX_SEQUENCES + 1) * 4
-    return Kernel(build(paged, heads, shape), 2 * query + stages * (KEYS * DIM + KEYS * 4) + tables)
+def _kernel(variant: _Variant) -> Kernel:
+    tables = (2 * variant.stages + 4) * 8 + (MAX_SEQUENCES + 1) * 4
+    return Kernel(variant.build(), 2 * variant.query_bytes + variant.stages * variant.stage_bytes + tables)
+
+
+@cache
+def _fp4_order(device: torch.device) -> Tensor:
+    """Which column stands where for keys widened in registers: see mqa_logits.cu."""
+    position = torch.arange(DIM, device=device)
+    lane, i, upper = position % 16 // 4, position % 4, position % 32 // 16
+    return position // 32 * 32 + 8 * lane + 4 * upper + i
 
 
 def _check(q: Tensor, weights: Tensor) -> None:
@@ -107,7 +142,7 @@ def mqa_logits(
         chunk=chunk,
         clean=int(clean),
     )
-    _kernel(False, q.shape[1], PREFILL_SHAPE).launch(
+    _kernel(_Variant(PREFILL_SHAPE)).launch(
         (min(cards, groups * -(-tiles // chunk)), 1, 1),
         (384, 1, 1),
         params,
@@ -123,7 +158,8 @@ def paged_mqa_logits(
 ) -> Tensor:
     """`mqa_logits` for n tokens of each sequence over its paged keys: float32 [B * n, width].
 
-    q E4M3 [B, n, 32, 128]; pages uint8 [P, 64 * 132], each 64 keys of 128 E4M3 and then 64 float32 scales; weights
+    q E4M3 [B, n, 32, 128]; pages uint8, either [P, 64 * 132], each 64 keys of 128 E4M3 and then 64 float32 scales, or
+    [P, 64 or 128, 68], rows of 64 bytes of E2M1 pairs and four E8M0 bytes (the engine's cache); weights
     float32 [B * n, 32]; visible int32 [B * n]: keys that a token sees; block_table int32 [B, >= ceil(visible / 64)].
     Columns from the end of a sequence's last 128 keys on are not written; those before it that are not visible are
     -inf. n is 1 to 6 or 8, at most 1,024 sequences. Raises ValueError.
@@ -134,8 +170,7 @@ def paged_mqa_logits(
         raise ValueError(f"q must have {sorted(DECODE_SHAPES)} tokens of at most {MAX_SEQUENCES} sequences")
     flat = q.flatten(0, 1)
     _check(flat, weights)
-    if pages.dtype != torch.uint8 or list(pages.shape[1:]) != [PAGE_BYTES] or not pages.is_contiguous():
-        raise ValueError(f"pages must be contiguous uint8 [P, {PAGE_BYTES}], got {list(pages.shape)}")
+    variant = _paged_variant(pages, shape)
     out = torch.empty(flat.shape[0], width, dtype=torch.float32, device=q.device)
     if sequences == 0 or width == 0:
         return out
@@ -149,14 +184,31 @@ def paged_mqa_logits(
         tokens=flat.shape[0],
         keys=width,
         table_stride=block_table.stride(0),
+        page_stride=pages.stride(0),
     )
-    rows = pages.view(torch.float8_e4m3fn).view(-1, DIM)
-    _kernel(True, q.shape[2], shape).launch(
-        (processors(q.device.index), 1, 1),
-        (384, 1, 1),
-        params,
-        tensor_map(flat.flatten(0, 1), (queries * q.shape[2], DIM), 128),
-        tensor_map(rows, (PAGE, DIM), 128),
-        tensor_map(rows, (PAGE, DIM), 128),
+    if variant.fp4:
+        flat = flat.view(torch.uint8).index_select(-1, _fp4_order(q.device)).view(torch.float8_e4m3fn)
+    queries_map = tensor_map(flat.flatten(0, 1), (queries * q.shape[2], DIM), 128)
+    keys_map = (
+        queries_map if variant.fp4 else tensor_map(pages.view(torch.float8_e4m3fn).view(-1, DIM), (PAGE, DIM), 128)
     )
+    grid = (processors(q.device.index), 1, 1)
+    _kernel(variant).launch(grid, (384, 1, 1), params, queries_map, keys_map, keys_map)
     return out
+
+
+def _paged_variant(pages: Tensor, shape: tuple[int, int]) -> _Variant:
+    if pages.dtype == torch.uint8 and pages.dim() == 3 and pages.shape[2] == FP4_ROW and pages.shape[1] in FP4_PAGES:
+        if (
+            pages.stride(1) == FP4_ROW
+            and pages.stride(2) == 1
+            and not pages.stride(0) % 16
+            and not pages.data_ptr() % 16
+        ):
+            return _Variant(shape, pages.shape[1], True)
+    elif pages.dtype == torch.uint8 and list(pages.shape[1:]) == [PAGE_BYTES] and pages.is_contiguous():
+        return _Variant(shape, PAGE)
+    raise ValueError(
+        f"pages must be uint8, contiguous [P, {PAGE_BYTES}] or [P, 64 or 128, {FP4_ROW}] with pages 16 bytes aligned, "
+        f"got {pages.dtype} {list(pages.shape)}"
+    )
