@@ -36,6 +36,7 @@ from deepinfer.engine.loading import resolve_model
 from deepinfer.engine.runner import DTYPES, ModelRunner
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.inputs import ModelInputs
+from deepinfer.models.layers.decode_step import decode_metadata
 from deepinfer.models.layers.rope import rope_frequencies
 from deepinfer.models.layers.step import StepMetadata
 from deepinfer.models.layers.yoco import decoder_half
@@ -97,7 +98,8 @@ class MetadataRunner:
         self.queries: dict[tuple[int, int], Query] = {}  # (sequence, position) ->
 
     def run(self, inputs: ModelInputs) -> Tensor:
-        step = StepMetadata.build(inputs, self.config, self.frequencies, self.block_size, torch.float32)
+        plan = StepMetadata.build if inputs.is_prefill else decode_metadata
+        step = plan(inputs, self.config, self.frequencies, self.block_size, torch.float32)
         step = step if inputs.keep_from is None else decoder_half(step, self.config).step
         window, rows = step.window, step.inputs
         names = ((rows.token_ids - FIRST_TOKEN) << 32) + rows.positions

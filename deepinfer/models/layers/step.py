@@ -60,7 +60,7 @@ class CompressionPlan:
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """Built once a step by `StepMetadata.build`."""
+    """Made once a step: by `build` for prefill, by decode_step.decode_metadata for decoding."""
 
     inputs: ModelInputs
     sequence_of_row: Tensor  # int32 [N]
@@ -83,8 +83,9 @@ class StepMetadata:
         wide: torch.dtype,
         ring_size: int | None = None,
     ) -> StepMetadata:
-        """`frequencies` by "is the layer compressed" (rope_frequencies), on the device; `wide` is at least float32.
+        """Of a prefill step.
 
+        `frequencies` by "is the layer compressed" (rope_frequencies), on the device; `wide` is at least float32.
         `ring_size` is that of the state cache; None: the smallest there is, config.ring_size.
         """
         ring_size = ring_size or config.ring_size
