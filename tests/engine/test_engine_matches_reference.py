@@ -82,6 +82,8 @@ def workloads(draw: st.DrawFn) -> tuple[list[Arrival], EngineConfig]:
         kv_cache_dtype=draw(st.sampled_from(["fp64", "fp8"])),
         dtype="fp64",
         zero_overhead_scheduling=draw(st.booleans()),
+        preemption_mode=draw(st.sampled_from(["recompute", "swap"])),
+        swap_memory_bytes=1 << 24,
     )
     return arrivals, config
 
