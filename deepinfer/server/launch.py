@@ -89,7 +89,8 @@ def run_server(
             limits=Limits(config.max_num_seqs + max_queue, max_concurrency_per_key, rate_limit, max_body_bytes),
             log_requests=log_requests,
         )
-        print(f"serving {text.name!r} at {listening.url(listener)}/v1", flush=True)
+        url = listening.url(listener)
+        logger.info("listening at %s while the model loads", url)
         settings = uvicorn.Config(
             create_app(state, allowed_origins, web),
             log_config=None,
@@ -100,7 +101,7 @@ def run_server(
         )
         show_uvicorn_log(log_level, log_format)
         sys.setswitchinterval(SWITCH_SECONDS)
-        DrainingServer(settings, state, shutdown_timeout, listening.uds).run(sockets=[listener])
+        DrainingServer(settings, state, shutdown_timeout, url, listening.uds).run(sockets=[listener])
     if isinstance(text.engine, EngineClient) and text.engine.start_error is not None:
         raise text.engine.start_error
 
@@ -121,7 +122,7 @@ def sampling_defaults(model: str, source: str) -> dict[str, Any]:
 
 def show_uvicorn_log(level: str, log_format: str) -> None:
     log = logging.getLogger("uvicorn")
-    log.setLevel(level.upper())
+    log.setLevel("WARNING" if level == "info" else level.upper())  # its steps of starting and stopping are no news
     log.addHandler(log_handler(log_format))
     log.propagate = False
     logging.getLogger("uvicorn.error").addFilter(Seldom())
@@ -133,10 +134,11 @@ class DrainingServer(uvicorn.Server):
     Meanwhile the server answers, so that /ready says 503 to whoever balances the load.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, timeout: float, uds: str | None = None):
-        """`uds` is a Unix socket's path, to be removed at the end."""
+    def __init__(self, config: uvicorn.Config, state: ServerState, timeout: float, url: str, uds: str | None = None):
+        """`url` is announced when the model is loaded; `uds` is a Unix socket's path, to be removed at the end."""
         super().__init__(config)
-        self.state, self.timeout, self.uds = state, timeout, uds
+        self.state, self.timeout, self.url, self.uds = state, timeout, url, uds
+        self.is_announced = False
         self.deadline = 0.0  # when to cancel, on the monotonic clock
         self.signal = signal.SIGTERM
 
@@ -151,6 +153,9 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
+        if not self.is_announced and self.state.text.engine.state == "ready":
+            self.is_announced = True
+            print(f"serving {self.state.text.name!r} at {self.url}/v1", flush=True)
         if getattr(self.state.text.engine, "start_error", None) is not None:
             self.should_exit = True  # the model cannot be loaded: run_server raises why
         if self.state.draining and not self.should_exit:
