@@ -408,7 +408,7 @@ class EngineClient:
                 return
             served = self.state == "ready" and time.monotonic() - self._ready_since >= STABLE_SECONDS
             self._deaths = 1 if served else self._deaths + 1
-            self.state, self._reason = "starting", "the engine process died; it is being restarted"
+            self.state, self._reason = "starting", "the engine is starting again: its process died"
             self._restart = self._loop.create_task(self._restart_after_death())
         self._stats = replace(self._stats, num_waiting=0, num_running=0, num_free_blocks=self._stats.num_blocks)
         self.statistics.restart()

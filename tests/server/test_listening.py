@@ -24,14 +24,14 @@ ASK = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
 
 
 @contextmanager
-def serving(checkpoint: Path, *options: str, until: str = r"listening at (\S+) while") -> Iterator[tuple[subprocess.Popen, str]]:
+def serving(checkpoint: Path, *options: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """A server as it is right after it says where it listens, (process, URL): it loads the model."""
     command = [sys.executable, "-m", "deepinfer.cli", "serve", "--model", str(checkpoint), "--port", "0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            found = re.search(until, line)
+            found = re.search(r"listening at (\S+) while", line)
             if found:
                 yield process, found[1]
                 return
