@@ -7,6 +7,8 @@ import triton.language as tl
 
 from deepinfer.kernels.reference.cache_rows import RowFormat
 
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # no assembly then
+
 # How a cache row is stored (KIND of the kernels).
 PLAIN, FP8, MXFP4, NVFP4 = (tl.constexpr(kind) for kind in range(4))
 KINDS = {RowFormat.FP8: 1, RowFormat.MXFP4: 2, RowFormat.NVFP4: 3}
@@ -95,15 +97,51 @@ def _e8m0(byte, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(code, DTYPE: tl.constexpr):
-    """Values of codes (int32; higher bits are ignored) in BF16 or float32."""
-    if DTYPE == tl.bfloat16:
-        bits = ((code & 7) << 6) | ((code & 8) << 12)
-        value = bits.to(tl.int16).to(tl.bfloat16, bitcast=True) * 8.507059173023462e37  # 2^126, exact
-        value = value.to(tl.bfloat16)
+def _e2m1_pair(packed, scale, DTYPE: tl.constexpr):
+    """Values of the low and of the high codes of bytes, times a scale each byte, in BF16 or float32."""
+    if DTYPE == tl.bfloat16 and not INTERPRETED:
+        # Four bytes a time: a code's bits in those of a BF16 number, times 2^126 (exact), times the scale.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 first, second, bits, sign, power;
+            mov.b32 power, 0x7E807E80;
+            prmt.b32 first, $4, 0, 0x4140;
+            prmt.b32 second, $4, 0, 0x4342;
+            and.b32 bits, first, 0x00070007;
+            shl.b32 bits, bits, 6;
+            and.b32 sign, first, 0x00080008;
+            shl.b32 sign, sign, 12;
+            or.b32 bits, bits, sign;
+            mul.bf16x2 bits, bits, power;
+            mul.bf16x2 $0, bits, $5;
+            and.b32 bits, second, 0x00070007;
+            shl.b32 bits, bits, 6;
+            and.b32 sign, second, 0x00080008;
+            shl.b32 sign, sign, 12;
+            or.b32 bits, bits, sign;
+            mul.bf16x2 bits, bits, power;
+            mul.bf16x2 $1, bits, $6;
+            and.b32 bits, first, 0x00700070;
+            shl.b32 bits, bits, 2;
+            and.b32 sign, first, 0x00800080;
+            shl.b32 sign, sign, 8;
+            or.b32 bits, bits, sign;
+            mul.bf16x2 bits, bits, power;
+            mul.bf16x2 $2, bits, $5;
+            and.b32 bits, second, 0x00700070;
+            shl.b32 bits, bits, 2;
+            and.b32 sign, second, 0x00800080;
+            shl.b32 sign, sign, 8;
+            or.b32 bits, bits, sign;
+            mul.bf16x2 bits, bits, power;
+            mul.bf16x2 $3, bits, $6;
+            }""",
+            "=r,=r,=r,=r,r,r,r", [packed, scale], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
     else:
-        value = e2m1_value(code)
-    return value
+        code = packed.to(tl.int32)
+        low, high = (e2m1_value(code) * scale).to(DTYPE), (e2m1_value(code >> 4) * scale).to(DTYPE)
+    return low, high
 
 
 @triton.jit
@@ -114,15 +152,13 @@ def spread(scale, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_fp4(
-    values, scales, alive, start, dim: tl.constexpr,
-    WITH_E4M3: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, DTYPE: tl.constexpr,
+def load_packed(
+    values, scales, alive, start, dim: tl.constexpr, GROUP: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """[ROWS, DEPTH] values in DTYPE from column `start` on; zeros outside.
+    """Bytes of FP4 pairs [rows, DEPTH / 2] from column `start` on and of their scales [rows, DEPTH / GROUP].
 
-    values and scales: pointers [ROWS] at each row's packed pairs and scales, E8M0 per 32 values or E4M3 per 16.
+    values and scales: pointers [rows] at each row's packed pairs and scales.
     """
-    GROUP: tl.constexpr = 16 if WITH_E4M3 else 32
     pairs = start // 2 + tl.arange(0, DEPTH // 2)
     group = start // GROUP + tl.arange(0, DEPTH // GROUP)
     if dim % DEPTH == 0:  # no mask along the columns, for wide loads
@@ -132,15 +168,19 @@ def load_fp4(
             alive[:, None] & (pairs < dim // 2)[None, :],
             alive[:, None] & (group < dim // GROUP)[None, :],
         )
-    packed = tl.load(values[:, None] + pairs[None, :], mask=inside, other=0).to(tl.int32)
+    packed = tl.load(values[:, None] + pairs[None, :], mask=inside, other=0)
     byte = tl.load(scales[:, None] + group[None, :], mask=inside_group, other=0)
-    if WITH_E4M3:
+    return packed, byte
+
+
+@triton.jit
+def widen(packed, byte, GROUP: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, DTYPE: tl.constexpr):
+    """[ROWS, DEPTH] values in DTYPE of what `load_packed` gave. Scales are E8M0 (groups of 32) or E4M3 (of 16)."""
+    if GROUP == 16:
         scale = e4m3_value(byte).to(DTYPE)
     else:
         scale = _e8m0(byte.to(tl.int32), DTYPE)
-    scale = spread(scale, ROWS, DEPTH // GROUP, GROUP // 2)
-    low = (_e2m1(packed, DTYPE) * scale).to(DTYPE)
-    high = (_e2m1(packed >> 4, DTYPE) * scale).to(DTYPE)
+    low, high = _e2m1_pair(packed, spread(scale, ROWS, DEPTH // GROUP, GROUP // 2), DTYPE)
     return tl.interleave(low, high)
 
 
@@ -169,7 +209,9 @@ def load_cache_rows(
         scale = spread(e8m0_value(byte.to(tl.int32)), ROWS, DIM // 32, 32)
         value = (value.to(tl.float32) * scale).to(DTYPE)
     else:
-        value = load_fp4(base, base + dim // 2, alive, 0, dim, KIND == NVFP4, ROWS, DIM, DTYPE)
+        GROUP: tl.constexpr = 16 if KIND == NVFP4 else 32
+        packed, byte = load_packed(base, base + dim // 2, alive, 0, dim, GROUP, DIM)
+        value = widen(packed, byte, GROUP, ROWS, DIM, DTYPE)
     return value
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from deepinfer.kernels.cuda.basic import gated
 from deepinfer.kernels.cuda.cache_rows import round_fp8
 from deepinfer.kernels.cuda.common import covered
-from deepinfer.kernels.cuda.formats import FP8, e4m3_byte, e4m3_value, group_scale, load_fp4, over_scale
+from deepinfer.kernels.cuda.formats import FP8, e4m3_byte, e4m3_value, group_scale, load_packed, over_scale, widen
 from deepinfer.kernels.reference import moe  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
 
@@ -112,19 +112,32 @@ def _route(
 
 
 @triton.jit
-def _load_weights(
-    w, scale, row, alive, start, dim: tl.constexpr, FP4: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """[ROWS, DEPTH] of a weight matrix with `dim` columns, rows int64 [ROWS], columns from start on."""
+def _load_weights(w, scale, row, alive, start, dim: tl.constexpr, FP4: tl.constexpr, DEPTH: tl.constexpr):
+    """[rows, DEPTH] of a weight matrix with `dim` columns, rows int64, columns from start on; as stored."""
     if FP4:
-        return load_fp4(
-            w + row * (dim // 2), scale + row * (dim // 32), alive, start, dim, False, ROWS, DEPTH, DTYPE
-        )  # fmt: skip
+        values, scales = load_packed(w + row * (dim // 2), scale + row * (dim // 32), alive, start, dim, 32, DEPTH)
     else:
         at = start + tl.arange(0, DEPTH)
         inside = alive[:, None] & (at < dim)[None, :]
-        return tl.load(w + row[:, None] * dim + at[None, :], mask=inside, other=0.0).to(DTYPE)
+        values = tl.load(w + row[:, None] * dim + at[None, :], mask=inside, other=0.0)
+        scales = values
+    return values, scales
+
+
+@triton.jit
+def _load_rows(x, row, alive, start, dim: tl.constexpr, DEPTH: tl.constexpr):
+    """[DEPTH, rows] of activations at pointers x + row, transposed."""
+    at = start + tl.arange(0, DEPTH)
+    return tl.load(x + row[None, :] + at[:, None], mask=alive[None, :] & (at < dim)[:, None], other=0.0)
+
+
+@triton.jit
+def _add_product(
+    total, values, scales, x, FP4: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    if FP4:
+        values = widen(values, scales, 32, COLUMNS, DEPTH, x.dtype)
+    return tl.dot(values, x, total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -147,16 +160,21 @@ def _gate_up(
         inside = column < inner
         g = tl.zeros((COLUMNS, ROWS), tl.float32)
         u = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for start in range(0, dim, DEPTH):
+        first = expert * 2 * inner + column
+        row = row * x_stride
+        # What the next step multiplies is on its way while this one does.
+        w1, scale1 = _load_weights(w, scale, first, inside, 0, dim, FP4, DEPTH)
+        w3, scale3 = _load_weights(w, scale, first + inner, inside, 0, dim, FP4, DEPTH)
+        value = _load_rows(x, row, alive, 0, dim, DEPTH)
+        for start in range(DEPTH, dim + DEPTH, DEPTH):
             start = tl.multiple_of(start, DEPTH)
-            at = start + tl.arange(0, DEPTH)
-            source = x + row[None, :] * x_stride + at[:, None]
-            value = tl.load(source, mask=alive[None, :] & (at < dim)[:, None], other=0.0)
-            first = expert * 2 * inner + column
-            w1 = _load_weights(w, scale, first, inside, start, dim, FP4, COLUMNS, DEPTH, DTYPE)
-            g = tl.dot(w1, value, g, input_precision=PRECISION)
-            w3 = _load_weights(w, scale, first + inner, inside, start, dim, FP4, COLUMNS, DEPTH, DTYPE)
-            u = tl.dot(w3, value, u, input_precision=PRECISION)
+            ahead = inside & (start < dim)
+            next_w1, next_scale1 = _load_weights(w, scale, first, ahead, start, dim, FP4, DEPTH)
+            next_w3, next_scale3 = _load_weights(w, scale, first + inner, ahead, start, dim, FP4, DEPTH)
+            next_value = _load_rows(x, row, alive, start, dim, DEPTH)
+            g = _add_product(g, w1, scale1, value, FP4, COLUMNS, DEPTH, PRECISION)
+            u = _add_product(u, w3, scale3, value, FP4, COLUMNS, DEPTH, PRECISION)
+            w1, scale1, w3, scale3, value = next_w1, next_scale1, next_w3, next_scale3, next_value
         gate = tl.load(gates + pair, mask=alive, other=0.0)
         result = gate[None, :] * gated(g.to(DTYPE).to(tl.float32), u.to(DTYPE).to(tl.float32), limit)
         result = result.to(DTYPE)
@@ -185,13 +203,17 @@ def _down(
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < dim
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for start in range(0, inner, DEPTH):
+        row = place.to(tl.int64) * inner
+        first = expert * dim + column
+        w2, scale2 = _load_weights(w, scale, first, inside, 0, inner, FP4, DEPTH)
+        value = _load_rows(z, row, alive, 0, inner, DEPTH)
+        for start in range(DEPTH, inner + DEPTH, DEPTH):
             start = tl.multiple_of(start, DEPTH)
-            at = start + tl.arange(0, DEPTH)
-            source = z + place[None, :].to(tl.int64) * inner + at[:, None]
-            value = tl.load(source, mask=alive[None, :] & (at < inner)[:, None], other=0.0)
-            w2 = _load_weights(w, scale, expert * dim + column, inside, start, inner, FP4, COLUMNS, DEPTH, DTYPE)
-            total = tl.dot(w2, value, total, input_precision=PRECISION)
+            ahead = inside & (start < inner)
+            next_w2, next_scale2 = _load_weights(w, scale, first, ahead, start, inner, FP4, DEPTH)
+            next_value = _load_rows(z, row, alive, start, inner, DEPTH)
+            total = _add_product(total, w2, scale2, value, FP4, COLUMNS, DEPTH, PRECISION)
+            w2, scale2, value = next_w2, next_scale2, next_value
         target = out + pair[None, :] * dim + column[:, None]
         tl.store(target, total.to(DTYPE), mask=inside[:, None] & alive[None, :])
 
@@ -285,4 +307,4 @@ def product_shape(rows: int, wide: bool) -> dict[str, int]:
     """Tile of a product: weight rows, columns of one step, warps and stages of the pipeline."""
     if wide:
         return {"COLUMNS": 32, "DEPTH": 32, "num_warps": 4, "num_stages": 1}
-    return {"COLUMNS": 64, "DEPTH": 256 if rows <= 16 else 128, "num_warps": 4, "num_stages": 3}
+    return {"COLUMNS": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 1}
