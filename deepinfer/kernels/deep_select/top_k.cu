@@ -225,20 +225,25 @@ top_k(const Params p) {
     cluster_sync();
     u32 listed = s.count;
 
-    auto for_each_candidate = [&](auto visit) {
-        if (listed <= LIST) {
-            for (u32 i = thread; i < listed; i += THREADS) visit(s.list_key[i], s.list_position[i]);
-        } else {
-            for (int first = begin + thread * GROUP; first < end; first += THREADS * GROUP) {
-                u32 again[GROUP];
-                load_group(row, first, end, again);
-#pragma unroll
-                for (int i = 0; i < GROUP; i++) {
-                    if (again[i] >= bound) visit(again[i], static_cast<u32>(first + i - begin));
-                }
-            }
-        }
-    };
+// BODY sees `k` and `position` of every candidate: from the list, or read again if that was too short. (A macro because
+// NVRTC takes a lambda for a host function.)
+#define FOR_EACH_CANDIDATE(BODY)                                                          \
+    if (listed <= LIST) {                                                                 \
+        for (u32 i = thread; i < listed; i += THREADS) {                                  \
+            u32 k = s.list_key[i], position = s.list_position[i];                         \
+            BODY                                                                          \
+        }                                                                                 \
+    } else {                                                                              \
+        for (int first = begin + thread * GROUP; first < end; first += THREADS * GROUP) { \
+            load_group(row, first, end, key);                                             \
+            for (int i = 0; i < GROUP; i++) {                                             \
+                u32 k = key[i], position = first + i - begin;                             \
+                if (k >= bound) {                                                         \
+                    BODY                                                                  \
+                }                                                                         \
+            }                                                                             \
+        }                                                                                 \
+    }
 
     // threshold: leading bits of the wanted-th largest value; equal_wanted of those that share them are chosen.
     u32 threshold = 0, equal_wanted = wanted;
@@ -248,7 +253,7 @@ top_k(const Params p) {
         threshold = s.digit;
         equal_wanted -= s.above;
         u32 prefix = threshold;
-        for_each_candidate([&](u32 k, u32) { if (k >> 21 == prefix) atomicAdd(&s.second[k >> 10 & 2047], 1u); });
+        FOR_EACH_CANDIDATE(if (k >> 21 == prefix) atomicAdd(&s.second[k >> 10 & 2047], 1u); (void)position;)
     }
     cluster_sync();
     if (!all) {
@@ -257,7 +262,7 @@ top_k(const Params p) {
         equal_wanted -= s.above;
 #if !BF16
         u32 prefix = threshold;
-        for_each_candidate([&](u32 k, u32) { if (k >> 10 == prefix) atomicAdd(&s.third[k & 1023], 1u); });
+        FOR_EACH_CANDIDATE(if (k >> 10 == prefix) atomicAdd(&s.third[k & 1023], 1u); (void)position;)
 #endif
     }
 #if !BF16
@@ -268,17 +273,20 @@ top_k(const Params p) {
         equal_wanted -= s.above;
     }
 #endif
-    for_each_candidate([&](u32 k, u32 position) {
+    FOR_EACH_CANDIDATE({
         u32 leading = k >> FINAL_SHIFT;
-        if (all || leading > threshold) atomicOr(&chosen_bits[position / 32], 1u << position % 32);
-        else if (leading == threshold) atomicOr(&equal_bits[position / 32], 1u << position % 32);
-    });
+        u32 bit = 1u << position % 32;
+        if (all || leading > threshold) atomicOr(&chosen_bits[position / 32], bit);
+        else if (leading == threshold) atomicOr(&equal_bits[position / 32], bit);
+    })
     __syncthreads();
 
     int words_each = (words + THREADS - 1) / THREADS;
     int first_word = min(thread * words_each, words), last_word = min(first_word + words_each, words);
     u64 own = 0;
-    for (int w = first_word; w < last_word; w++) own += static_cast<u64>(__popc(equal_bits[w])) << 32 | __popc(chosen_bits[w]);
+    for (int w = first_word; w < last_word; w++) {
+        own += static_cast<u64>(__popc(equal_bits[w])) << 32 | __popc(chosen_bits[w]);
+    }
     u64 sum = inclusive_sum(own, s);
     if (thread == THREADS - 1) {
         s.totals[0] = static_cast<u32>(sum);

@@ -15,7 +15,7 @@ from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
 logger = logging.getLogger(__name__)
 
 CLUSTER = 8  # blocks of a row, if there are few rows
-MAX_SEGMENT = 262144  # values of a block, by the shared memory of its bitmaps
+SEGMENT, MAX_SEGMENT = 16384, 262144  # values of a block, by the shared memory of its bitmaps
 _SHARED_BYTES = 4 * 4 * 2048 + 8 * 1024 + 8 * 16 + 32  # struct Shared
 
 
@@ -38,22 +38,33 @@ def build(bf16: bool, aligned: bool, cluster: int) -> Build:
 
 def builds() -> list[Build]:
     """What the engine launches: for `deepinfer kernels warmup`."""
-    return [build(bf16, True, cluster) for bf16 in (False, True) for cluster in (1, CLUSTER)]
+    flags = (False, True)
+    return [build(bf16, aligned, cluster) for bf16 in flags for aligned in flags for cluster in (1, CLUSTER)]
 
 
 @cache
-def _kernel(bf16: bool, aligned: bool, cluster: int, shared_bytes: int) -> Kernel:
-    return Kernel(build(bf16, aligned, cluster), shared_bytes)
+def _kernels(bf16: bool, device: int) -> dict[tuple[bool, int, bool], Kernel]:
+    """All variants for a dtype by (aligned, cluster, wide segment), loaded: that cannot happen in a graph's capture.
+
+    Empty if one does not compile.
+    """
+    kernels = {}
+    for aligned in (True, False):
+        for cluster in (1, CLUSTER):
+            for segment in (SEGMENT, MAX_SEGMENT):
+                kernel = Kernel(build(bf16, aligned, cluster), _SHARED_BYTES + segment // 4)
+                try:
+                    kernel.load()
+                except CompileError as error:
+                    logger.warning("top-k runs in Triton: %s", error)
+                    return {}
+                kernels[aligned, cluster, segment > SEGMENT] = kernel
+    return kernels
 
 
 @cache
 def _hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@cache
-def _warn_once(error: str) -> None:
-    logger.warning("top-k runs in Triton: %s", error)
 
 
 def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor | None:
@@ -69,18 +80,13 @@ def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor 
     segment = -(-width // (32 * cluster)) * 32
     if segment > MAX_SEGMENT or scores.stride(1) != 1:
         return None
-    out = torch.empty(n, k, dtype=torch.int32, device=scores.device)
-    if not n:
-        return out
-    size = scores.element_size()
-    aligned = scores.data_ptr() % 16 == 0 and scores.stride(0) * size % 16 == 0
-    rows = None if row_k is None else row_k.data_ptr()
-    params = _Params(scores.data_ptr(), out.data_ptr(), rows, scores.stride(0), width, k, segment)
-    shared_bytes = _SHARED_BYTES + segment // 4
-    try:
-        kernel = _kernel(scores.dtype is torch.bfloat16, aligned, cluster, -(-shared_bytes // 4096) * 4096)
-        kernel.launch((cluster, n, 1), (512, 1, 1), params)
-    except CompileError as error:
-        _warn_once(str(error))
+    kernels = _kernels(scores.dtype is torch.bfloat16, scores.device.index)
+    if not kernels:
         return None
+    out = torch.empty(n, k, dtype=torch.int32, device=scores.device)
+    if n:
+        aligned = scores.data_ptr() % 16 == 0 and scores.stride(0) * scores.element_size() % 16 == 0
+        rows = None if row_k is None else row_k.data_ptr()
+        params = _Params(scores.data_ptr(), out.data_ptr(), rows, scores.stride(0), width, k, segment)
+        kernels[aligned, cluster, segment > SEGMENT].launch((cluster, n, 1), (512, 1, 1), params)
     return out
