@@ -16,7 +16,8 @@ REFUSED: dict[str, Any] = {
     "length_penalty": 2.0, "use_beam_search": True, "best_of": 2, "skip_special_tokens": False, "prompt_logprobs": 1,
     "logprob_token_ids": [4], "repetition_detection": {"min_count": 3},
     "structured_outputs": {"regex": "a"}, "regex": "a", "ebnf": "a", "json_schema": "{}", "structural_tag": {},
-    "cache_salt": "s", "kv_transfer_params": {}, "stream_interval": 4, "routed_experts_prompt_start": 1,
+    "cache_salt": "s", "extra_key": "s", "kv_transfer_params": {}, "stream_interval": 4,
+    "routed_experts_prompt_start": 1,
     "return_hidden_states": True, "return_routed_experts": True, "lora_path": "x", "stop_regex": "a",
     "custom_logit_processor": "x", "logits_processors": ["a"], "no_stop_trim": True, "data_parallel_rank": 1,
 }  # fmt: skip
@@ -25,6 +26,15 @@ REFUSED_IN_CHAT = REFUSED | {
     "thinking_token_budget": 4, "parallel_tool_calls": False, "add_special_tokens": True, "separate_reasoning": False,
     "stream_reasoning": False, "mm_processor_kwargs": {"a": 1}, "response_format": {"type": "json_object"},
     "add_generation_prompt": False, "chat_template_kwargs": {"other": 1},
+}  # fmt: skip
+
+
+FOREIGN: dict[str, Any] = {
+    "truncate_prompt_tokens": 3, "return_prompt_text": True, "include_reasoning": False, "separate_reasoning": False,
+    "return_token_ids": True, "return_tokens_as_token_ids": True, "response_format": {"type": "json_object"},
+    "max_completion_tokens": 5, "thinking_token_budget": 5, "chat_template": "x", "documents": [{"text": "a"}],
+    "chat_template_kwargs": {"thinking": True}, "echo": True, "continue_final_message": True,
+    "add_generation_prompt": False,
 }  # fmt: skip
 
 
@@ -40,10 +50,9 @@ def test_a_completion_field_that_cannot_be_honoured_is_refused_by_name(server: S
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "return_prompt_text", "include_reasoning"])
+@pytest.mark.parametrize("name", FOREIGN)
 def test_fields_that_other_protocols_lack(server: Server, path: str, name: str) -> None:
-    values = {"truncate_prompt_tokens": 3, "return_prompt_text": True, "include_reasoning": False}
-    body = {"model": MODEL, "input": "hi", "messages": [USER]} | {name: values[name]}
+    body = {"model": MODEL, "input": "hi", "messages": [USER]} | {name: FOREIGN[name]}
     answer = server.http.post(path, json=body)
     assert answer.status_code == 400 and name in answer.json()["error"]["message"]
 
