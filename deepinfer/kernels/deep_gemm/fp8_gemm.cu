@@ -26,7 +26,9 @@
 #define SCALE_BYTES (BLOCK_M * 4)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
 #define SCALES (STAGES * STAGE_BYTES)
-#define BARRIERS (SCALES + STAGES * SCALE_BYTES)
+#define STAGING ((SCALES + STAGES * SCALE_BYTES + 1023) / 1024 * 1024)  // for each warp, BUFFERS pieces of 16 x 32 results
+#define BUFFERS 3
+#define BARRIERS (STAGING + (K_PARTS > 1 ? 0 : GROUPS * 4 * BUFFERS * 1024))
 #define A_PARTS (CLUSTER == 2 && SHARE_A ? 2 : 1)      // blocks that copy a part of the A tile
 #define B_PARTS (CLUSTER == 2 && !SHARE_A ? 2 : 1)
 #define CLUSTER_M (BLOCK_M * B_PARTS)                  // rows and columns of a cluster's two tiles together
@@ -98,25 +100,11 @@ DEVICE void feed(const Params& p, const TensorMap* a_map, const TensorMap* b_map
         for (int i = 0; i < STAGES; i++, ring.next()) barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
 }
 
-// 4 x 4 transposition among the four lanes of a quad: word i of lane j goes to word j of lane i.
-DEVICE void transpose_quad(u32 (&w)[4], int c) {
-    bool odd = c & 1, upper = c & 2;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        u32 got = __shfl_xor_sync(~0u, odd ? w[i] : w[i + 1], 1);
-        if (odd) w[i] = got;
-        else w[i + 1] = got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 got = __shfl_xor_sync(~0u, upper ? w[i] : w[i + 2], 2);
-        if (upper) w[i] = got;
-        else w[i + 2] = got;
-    }
-}
-
-// Rows `row` and `row` + 8, columns from `column` on.
-DEVICE void write_sums(float (&sum)[SUMS], const Params& p, int row, int column, int c) {
+// 16 rows of a warp, columns from `column` on. Pieces of 32 columns go through the warp's own buffers to the copy engine,
+// which writes them while the warp goes on; what is left of a tile's columns is written directly.
+DEVICE void write_sums(float (&sum)[SUMS], const Params& p, const TensorMap* out_map, u32 buffers, int& piece, int row,
+                       int column, int lane) {
+    const int c = lane % 4;
 #if B_ROW_SCALES
 #pragma unroll
     for (int j = 0; j < SUMS / 4; j++) {
@@ -126,28 +114,39 @@ DEVICE void write_sums(float (&sum)[SUMS], const Params& p, int row, int column,
         sum[4 * j + 1] *= scale.y, sum[4 * j + 3] *= scale.y;
     }
 #endif
+    const int target_row = lane % 16;  // the row of a 16-byte chunk that this lane points the store at
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u8* target = p.out + (row + 8 * i) * p.out_stride;
-        bool inside = row + 8 * i < p.m;
+    for (int group = 0; group < SUMS / 16; group++) {
+        const u32 buffer = buffers + piece * 1024;
+        if (lane == 0) store_wait_read<BUFFERS - 1>();
+        __syncwarp();
 #pragma unroll
-        for (int group = 0; group < SUMS / 16; group++) {  // 32 columns: each lane of the quad gets 8 neighbours
-            u32 words[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                words[j] = pack_bf16(sum[16 * group + 4 * j + 2 * i], sum[16 * group + 4 * j + 2 * i + 1]);
-            transpose_quad(words, c);
-            int at = column + 32 * group + 8 * c;
-            if (inside && at < p.n) store_global(target + at * 2, words[0], words[1], words[2], words[3]);
+        for (int j = 0; j < 4; j += 2) {
+            const float* x = sum + 16 * group + 4 * j;
+            const u32 chunk = (j + lane / 16) ^ (target_row / 2 % 4);
+            store_matrices(buffer + target_row * 64 + chunk * 16, pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),
+                           pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
         }
+        fence_to_copies();
+        __syncwarp();
+        if (lane == 0) {
+            store_box(out_map, buffer, column + 32 * group, row);
+            store_commit();
+        }
+        piece = piece == BUFFERS - 1 ? 0 : piece + 1;
+    }
 #if SUMS % 16
 #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int at_row = row + lane / 4 + 8 * i;
+#pragma unroll
         for (int j = SUMS / 16 * 4; j < SUMS / 4; j++) {
-            int at = column + 8 * j + 2 * c;
-            if (inside && at < p.n) *(u32*)(target + at * 2) = pack_bf16(sum[4 * j + 2 * i], sum[4 * j + 2 * i + 1]);
+            const int at = column + 8 * j + 2 * c;
+            if (at_row < p.m && at < p.n)
+                *(u32*)(p.out + at_row * p.out_stride + at * 2) = pack_bf16(sum[4 * j + 2 * i], sum[4 * j + 2 * i + 1]);
         }
-#endif
     }
+#endif
 }
 
 #if K_PARTS > 1
@@ -184,7 +183,7 @@ DEVICE void add_parts(const float (&sum)[SUMS], const Params& p, u32 shared, int
 }
 #endif
 
-DEVICE void multiply_tiles(const Params& p, u32 shared, u32 full, u32 empty, int rank, int first, int step, int m_tiles,
+DEVICE void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared, u32 full, u32 empty, int rank, int first, int step, int m_tiles,
                            int n_tiles) {
     Ring ring;
     int k_begin, k_end;
@@ -194,6 +193,10 @@ DEVICE void multiply_tiles(const Params& p, u32 shared, u32 full, u32 empty, int
     const int lane = threadIdx.x % 32, c = lane % 4;
     const int group_row = SPLIT_N ? 0 : group * 64, group_column = SPLIT_N ? group * PRODUCT_N : 0;
     const int thread_row = group_row + warp * 16 + lane / 4;
+#if K_PARTS == 1
+    const u32 buffers = shared + STAGING + (group * 4 + warp) * BUFFERS * 1024;
+    int piece = 0;
+#endif
     const u64 a_base = matrix_descriptor(shared + group_row * BLOCK_K);
     const u64 b_base = matrix_descriptor(shared + A_BYTES + group_column * BLOCK_K);
     for (int index = first; index < m_tiles * n_tiles; index += step) {
@@ -269,9 +272,13 @@ DEVICE void multiply_tiles(const Params& p, u32 shared, u32 full, u32 empty, int
         add_parts(total[0], p, shared, rank, row + thread_row, column, c);
 #else
 #pragma unroll
-        for (int w = 0; w < WAVES; w++) write_sums(total[w], p, row + thread_row + w * 128, column, c);
+        for (int w = 0; w < WAVES; w++)
+            write_sums(total[w], p, out_map, buffers, piece, row + group_row + warp * 16 + w * 128, column, lane);
 #endif
     }
+#if K_PARTS == 1
+    if (lane == 0) store_wait_read<0>();  // the buffers must live until they are read
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
@@ -279,13 +286,15 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     __cluster_dims__(CLUSTER * K_PARTS, 1, 1)
 #endif
     fp8_gemm(const __grid_constant__ Params p, const __grid_constant__ TensorMap a_map,
-             const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap scale_map) {
+             const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap scale_map,
+             const __grid_constant__ TensorMap out_map) {
     extern __shared__ __align__(1024) u8 memory[];
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + STAGES * 8;
     if (threadIdx.x == GROUPS * 128) {
         prefetch_map(&a_map);
         prefetch_map(&b_map);
         prefetch_map(&scale_map);
+        prefetch_map(&out_map);
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + i * 8, 1);
             barrier_init(empty + i * 8, CLUSTER * GROUPS * 4);  // warps that read the buffer
@@ -303,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
             feed(p, &a_map, &b_map, &scale_map, shared, full, empty, rank, first, step, m_tiles, n_tiles);
     } else {
         more_registers<MATH_REGISTERS>();
-        multiply_tiles(p, shared, full, empty, rank, first, step, m_tiles, n_tiles);
+        multiply_tiles(p, &out_map, shared, full, empty, rank, first, step, m_tiles, n_tiles);
     }
 #if K_PARTS > 1
     __syncwarp();

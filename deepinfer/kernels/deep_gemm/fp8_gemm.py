@@ -98,5 +98,6 @@ def fp8_gemm(
         tensor_map(a, (part_a, 128), 128),
         tensor_map(b, (part_b, 128), 128),
         tensor_map(row_scales_layout(a_scales).T, (1, part_a), 0),
+        tensor_map(out, (16, 32), 64),
     )
     return out

@@ -10,6 +10,7 @@ from deepinfer.kernels.deep_jit import Build
 
 SOURCE = Path(__file__).parent / "fp8_gemm.cu"
 SHARED_BYTES = 232_448  # of a block on Hopper
+STAGING_BYTES = 25 * 1024  # of the result, on its way to the copy engine, and its alignment
 THREADS = 384
 
 
@@ -33,11 +34,13 @@ class Tile:
     @property
     def stages(self) -> int:
         """Buffers of 128 columns that fit into shared memory, at most 8."""
-        return min(8, (SHARED_BYTES - 256) // (self.m * 128 + self.n * 128 + self.m * 4))
+        staging = STAGING_BYTES if self.k_parts == 1 else 1024
+        return min(8, (SHARED_BYTES - staging) // (self.m * 128 + self.n * 128 + self.m * 4 + 16))
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (self.m * 128 + self.n * 128 + self.m * 4 + 16)
+        staging = STAGING_BYTES if self.k_parts == 1 else 1024
+        return self.stages * (self.m * 128 + self.n * 128 + self.m * 4 + 16) + staging
 
     def build(self, b_row_scales: bool) -> Build:
         """What to compile."""

@@ -121,7 +121,7 @@ DEVICE void feed(const Params& p, const TensorMap* x_map, const TensorMap* scale
             load_bytes(target + X_BYTES, weights + (long long)k * TILE_BYTES, TILE_BYTES, arrived);
             for (int row = 0; row < size; row += 16)
                 load_box(target + row * 128, x_map, k * 128, tile.first + row, arrived);
-            load_box(target + X_SCALES, scale_map, tile.first, k, arrived);
+            load_box(target + X_SCALES, scale_map, tile.first & ~3, k, arrived);  // starts at a multiple of 16 bytes
         }
     }
 }
@@ -247,6 +247,7 @@ DEVICE void multiply_tile(const Params& p, const Tile& tile, u32 shared, u32 ful
     widen(load_codes(shared + ring.stage * STAGE_BYTES + X_BYTES, at.group * 2, at.warp, at.lane), a[0]);
     for (int k = 0; k < p.k_blocks; k++) {
         const u32 stage = shared + ring.stage * STAGE_BYTES, release = empty + ring.stage * 8;
+        const u32 scales = stage + X_SCALES + ((tile.first & 3) + 2 * at.c) * 4;
         const u64 x = matrix_descriptor(stage);
 #pragma unroll
         for (int w = 0; w < 2; w++) {
@@ -275,11 +276,11 @@ DEVICE void multiply_tile(const Params& p, const Tile& tile, u32 shared, u32 ful
             for (int s = 0; s < 4; s++) fence_registers(a[w][s]);
 #pragma unroll
             for (int j = 0; j < N / 8; j++) {
-                const float2 scale = load_float2(stage + X_SCALES + (8 * j + 2 * at.c) * 4);
-                total[w][4 * j] += sum[4 * j] * scale.x;
-                total[w][4 * j + 1] += sum[4 * j + 1] * scale.y;
-                total[w][4 * j + 2] += sum[4 * j + 2] * scale.x;
-                total[w][4 * j + 3] += sum[4 * j + 3] * scale.y;
+                const float first = load_float(scales + 32 * j), second = load_float(scales + 32 * j + 4);
+                total[w][4 * j] += sum[4 * j] * first;
+                total[w][4 * j + 1] += sum[4 * j + 1] * second;
+                total[w][4 * j + 2] += sum[4 * j + 2] * first;
+                total[w][4 * j + 3] += sum[4 * j + 3] * second;
             }
         }
         __syncwarp();
@@ -318,6 +319,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = tile_of(p, starts, index);
         if (tile.tokens <= 0) continue;
+        __syncwarp();
         switch (product_size(tile.tokens)) {
             case 16: multiply_tile<16>(p, tile, shared, full, empty, ring, at); break;
             case 32: multiply_tile<32>(p, tile, shared, full, empty, ring, at); break;
