@@ -251,6 +251,18 @@ def test_fused_agrees_with_the_steps_in_float64(tokens, q_norm):
     assert agree > 0.98  # a maximum next to a power of two may fall on its other side
 
 
+@gpu
+@hopper
+@pytest.mark.parametrize("kinds", KINDS[:2], ids="-".join)
+def test_fused_without_the_cast(kinds):
+    case = make_case(14, 140, 64, 128, 512, kinds=kinds)
+    angle = torch.rand(140, 32, device="cuda", dtype=torch.float64) * 6.28
+    cos, sin = angle.cos().float(), angle.sin().float()
+    result, scales = fused_attention(case.q, cos, sin, *case.arguments[1:], fp8=False)
+    assert scales is None
+    assert relative_error(result, rotate(case.expected(rotate(case.q.double(), angle)), -angle)) < 6e-3
+
+
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
     even, odd = x[..., 448:].unflatten(-1, (32, 2)).unbind(-1)
     cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)

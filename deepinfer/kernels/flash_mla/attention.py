@@ -73,12 +73,14 @@ def fused_attention(
     scale: float,
     *,
     q_norm: bool = False,
-) -> tuple[Tensor, Tensor]:
+    fp8: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Query norm, query RoPE, attention, inverse RoPE of the output and its cast to FP8, in one launch.
 
     As `sparse_attention`, of queries q [N, H, 512] that are not rotated yet; cos and sin float32 [N, 32]. `q_norm`
     divides each head by its root mean square first (V4; V4.1 has none). Returns E4M3 [N, H, 512] and its UE8M0 scales
-    uint8 [N, H, 16], one for 32 values. Raises ValueError for what the kernel does not cover, CompileError.
+    uint8 [N, H, 16], one for 32 values; without `fp8` BF16 and None. Raises ValueError for what the kernel does not
+    cover, CompileError.
     """
     formats = _formats(q, window_cache, window_slots, latent_cache, latent_slots)
     if formats is None:
@@ -87,8 +89,8 @@ def fused_attention(
         )
     if cos.shape != (q.shape[0], ROPE_PAIRS) or sin.shape != cos.shape:
         raise ValueError(f"cos and sin must be [{q.shape[0]}, {ROPE_PAIRS}], got {list(cos.shape)}, {list(sin.shape)}")
-    out = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
-    scales = torch.empty(*q.shape[:2], HEAD_DIM // 32, dtype=torch.uint8, device=q.device)
+    out = torch.empty(q.shape, dtype=torch.float8_e4m3fn if fp8 else q.dtype, device=q.device)
+    scales = torch.empty(*q.shape[:2], HEAD_DIM // 32, dtype=torch.uint8, device=q.device) if fp8 else None
     if q.shape[0]:
         launch(
             q,
