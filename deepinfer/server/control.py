@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import httpx
@@ -117,8 +118,10 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 @router.post("/start_profile")
-async def start_profile(request: Request, num_steps: int | None = None) -> Response:
+async def start_profile(request: Request, num_steps: str | None = None) -> Response:
     """Record a trace of the engine, until /stop_profile or for `num_steps` steps.  See docs/observability.md."""
+    if num_steps is not None and not re.fullmatch(r"[1-9][0-9]{0,8}", num_steps):
+        raise ApiError(f"num_steps must be an integer >= 1, got {num_steps[:200]!r}", param="num_steps")
     return await _ask_profiler("/start_profile" + (f"?steps={num_steps}" if num_steps is not None else ""))
 
 

@@ -160,7 +160,8 @@ def test_profiles_are_taken_through_the_server(server: Server, checkpoint: Path,
         httpx.post(f"{profiled.url}/v1/completions", json=LONG | {"max_tokens": 3}, timeout=60)
         trace = Path(httpx.post(f"{profiled.url}/stop_profile", timeout=60).json()["trace"])
         assert trace.parent == tmp_path and trace.stat().st_size > 1000
-        check_shape(httpx.post(f"{profiled.url}/start_profile", params={"num_steps": 0}), 400)
+        for wrong in ("0", "-1", "1.5", "many"):
+            check_shape(httpx.post(f"{profiled.url}/start_profile", params={"num_steps": wrong}), 400, "num_steps")
         check_shape(httpx.post(f"{profiled.url}/stop_profile"), 400)
     finally:
         profiled.process.terminate()
