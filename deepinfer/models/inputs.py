@@ -29,7 +29,7 @@ class ModelInputs:
         context_lens: int32 [S], tokens in the cache after this step.
         block_tables: int32 [S, max_blocks], padded with the null block 0.
         state_slots: int32 [S].
-        logits_rows: int64 [R], rows of the flattened tokens whose logits are wanted.
+        logits_rows: int64 [R], rows of the flattened tokens whose logits are wanted; all in a decode step.
         keep_from: int32 [S], position from which a sequence's rows run the decoder layers (YoCo truncation, see
             models/layers/yoco.py); logits_rows lie at or after it. None: all rows run all layers.
         lengths: of a prefill step; None: they are read from the device, which costs a wait.

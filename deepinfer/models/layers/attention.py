@@ -88,5 +88,8 @@ def attend(
 
 def grouped_projection(o: Tensor, wo_a: Tensor) -> Tensor:
     """Block-diagonal output projection. o [N, H, d], wo_a [groups, rank, H / groups * d] -> [N, groups * rank]."""
-    grouped = o.flatten(1).unflatten(-1, (wo_a.shape[0], -1)).transpose(0, 1)
-    return torch.bmm(grouped, wo_a.transpose(1, 2)).transpose(0, 1).flatten(1)
+    groups, rank = wo_a.shape[:2]
+    grouped = o.flatten(1).unflatten(-1, (groups, -1)).transpose(0, 1)
+    projected = o.new_empty(o.shape[0], groups, rank)  # written in place: no copy to bring a row's groups together
+    torch.bmm(grouped, wo_a.transpose(1, 2), out=projected.transpose(0, 1))
+    return projected.flatten(1)

@@ -73,4 +73,4 @@ class MoE:
         routed = self.experts.forward(y, chosen, gates, config.swiglu_limit, quantize_activations)
         z = ops.swiglu(quantized_linear(y, self.shared_w13, quantize_activations), config.swiglu_limit)
         shared = quantized_linear(z, self.shared_w2, quantize_activations)
-        return (routed + shared).to(y.dtype)
+        return torch.add(routed, shared, out=torch.empty_like(y))  # added in the wider dtype, rounded once
