@@ -118,7 +118,8 @@ DEVICE void write_sums(float (&sum)[SUMS], const Params& p, const TensorMap* out
 #pragma unroll
     for (int group = 0; group < SUMS / 16; group++) {
         const u32 buffer = buffers + piece * 1024;
-        if (lane == 0) store_wait_read<BUFFERS - 1>();
+        const bool leader = elect_one();
+        if (leader) store_wait_read<BUFFERS - 1>();
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
@@ -129,7 +130,7 @@ DEVICE void write_sums(float (&sum)[SUMS], const Params& p, const TensorMap* out
         }
         fence_to_copies();
         __syncwarp();
-        if (lane == 0) {
+        if (leader) {
             store_box(out_map, buffer, column + 32 * group, row);
             store_commit();
         }
@@ -277,7 +278,7 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared
 #endif
     }
 #if K_PARTS == 1
-    if (lane == 0) store_wait_read<0>();  // the buffers must live until they are read
+    if (elect_one()) store_wait_read<0>();  // the buffers must live until they are read
 #endif
 }
 
@@ -308,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     const int m_tiles = (p.m + CLUSTER_M - 1) / CLUSTER_M, n_tiles = (p.n + CLUSTER_N - 1) / CLUSTER_N;
     if (threadIdx.x >= GROUPS * 128) {
         fewer_registers<FEEDER_REGISTERS>();
-        if (threadIdx.x == GROUPS * 128)
+        if (__shfl_sync(~0u, threadIdx.x / 32, 0) == GROUPS * 4 && elect_one())
             feed(p, &a_map, &b_map, &scale_map, shared, full, empty, rank, first, step, m_tiles, n_tiles);
     } else {
         more_registers<MATH_REGISTERS>();

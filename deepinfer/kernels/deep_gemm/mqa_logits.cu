@@ -341,7 +341,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #endif
     if (threadIdx.x >= 256) {
         fewer_registers<40>();
-        if (threadIdx.x == 256) feed(p, &query_map, &key_map, &scale_map, starts, shared);
+        if (__shfl_sync(~0u, threadIdx.x / 32, 0) == 8 && elect_one())
+            feed(p, &query_map, &key_map, &scale_map, starts, shared);
     } else {
         more_registers<232>();
         multiply_keys(p, starts, shared);

@@ -11,6 +11,13 @@ DEVICE void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"((u64)map) : "memory");
 }
 
+// True in one lane of a warp; with it the compiler knows that one lane alone issues copies.
+DEVICE bool elect_one() {
+    u32 chosen;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(chosen));
+    return chosen;
+}
+
 // A box of a matrix to shared memory, zeros outside the matrix; `barrier` of this block counts its bytes.
 DEVICE void load_box(u32 target, const TensorMap* map, int column, int row, u32 barrier) {
     asm volatile(
