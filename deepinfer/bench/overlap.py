@@ -7,6 +7,9 @@ a few steps under the profiler: the device is busy in the union of its kernels a
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,10 +20,11 @@ import torch
 from deepinfer.bench import results
 from deepinfer.bench.decode import add_model_options, add_requests, decode, model_name, prefill, step, synchronize
 from deepinfer.bench.synthetic import benchmark_engine, benchmark_model
-from deepinfer.bench.timeline import Timeline, draw, read_trace
+from deepinfer.bench.timeline import Interval, Timeline, draw, read_trace
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.models.registry import Model
+from deepinfer.observability.timers import CPUTimer
 
 AREA = "overlap"
 IDLE_TARGET = 0.03
@@ -61,23 +65,47 @@ def decoding_engine(model: Model, overlapped: bool, load: Load, device: str) -> 
     return engine
 
 
+class ScopeRecorder(CPUTimer):
+    """Times of every scope, without the profiler, whose own ranges and operators would slow the host down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scopes: list[tuple[str, int, int]] = []  # name, start and end in nanoseconds since 1970
+
+    @contextmanager
+    def _record(self, name: str) -> Iterator[None]:
+        start = time.time_ns()
+        yield
+        self.scopes.append((name, start, time.time_ns()))
+
+    def since(self, origin: int) -> list[Interval]:
+        """The scopes in microseconds after `origin`, nanoseconds since 1970."""
+        return [Interval(name, (start - origin) / 1e3, (end - origin) / 1e3) for name, start, end in self.scopes]
+
+    def scope(self, name: str) -> AbstractContextManager:
+        return self._record(name)
+
+
 def trace(engine: Engine, folder: Path) -> Timeline:
-    """TRACED_STEPS decode steps under the profiler."""
-    device = engine.config.device
-    activities = [torch.profiler.ProfilerActivity.CPU]
+    """TRACED_STEPS decode steps, with what the profiler saw on a GPU."""
+    device, timer, recorder = engine.config.device, engine.observer.timer, ScopeRecorder()
+    profiler = None
     if device != "cpu":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    engine.observer.timer.annotated = True
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    engine.observer.timer = recorder
     try:
-        with torch.profiler.profile(activities=activities) as profiler:
+        with profiler or nullcontext():
             for _ in range(TRACED_STEPS):
                 step(engine)
             synchronize(device)
     finally:
-        engine.observer.timer.annotated = False
+        engine.observer.timer = timer
+    if profiler is None:
+        return Timeline(recorder.since(recorder.scopes[0][1]))
     path = folder / "trace.json"
     profiler.export_chrome_trace(str(path))
-    return read_trace(path)
+    timeline = read_trace(path)
+    return Timeline(recorder.since(timeline.origin), timeline.device)
 
 
 def measure(

@@ -26,7 +26,7 @@ DEVICE_COLOUR = "#7b5ea7"
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Microseconds on the trace's clock. `launched`: when the host had handed an operation of the device over."""
+    """Microseconds after the timeline's origin. `launched`: when the host had handed over what the device does."""
 
     name: str
     start: float
@@ -40,6 +40,7 @@ class Timeline:
 
     host: list[Interval] = field(default_factory=list)
     device: list[Interval] = field(default_factory=list)
+    origin: int = 0  # nanoseconds since 1970
 
     @property
     def steps(self) -> list[float]:
@@ -71,7 +72,8 @@ class Timeline:
 
     def between(self, start: float, end: float) -> Timeline:
         """What lies in [start, end], at least in part."""
-        return Timeline(*([i for i in lane if i.end > start and i.start < end] for lane in (self.host, self.device)))
+        host, device = ([i for i in lane if i.end > start and i.start < end] for lane in (self.host, self.device))
+        return Timeline(host, device, self.origin)
 
     def save(self, path: Path) -> None:
         """A Chrome trace of these lanes alone, gzipped: small enough to keep."""
@@ -88,14 +90,14 @@ class Timeline:
 def read_trace(path: Path) -> Timeline:
     """The lanes of a Chrome trace that torch.profiler wrote, or `Timeline.save`."""
     content = path.read_bytes()
-    events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
-    events = [event for event in events if event.get("ph") == "X"]
+    raw = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    events = [event for event in raw["traceEvents"] if event.get("ph") == "X"]
     launches = {  # what the host calls and what the device does carry one number
         event["args"]["correlation"]: event["ts"] + event["dur"]
         for event in events
         if event.get("cat") in LAUNCH_CATEGORIES and "correlation" in event.get("args", {})
     }
-    timeline = Timeline()
+    timeline = Timeline(origin=raw.get("baseTimeNanoseconds", 0))
     for event in events:
         name, start, arguments = event["name"], event["ts"], event.get("args", {})
         end, category, lane = start + event["dur"], event.get("cat"), event.get("tid")
