@@ -306,12 +306,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     count_tiles(p, starts, (int*)(memory + STAGING));
     if (threadIdx.x >= 256) {
-        fewer_registers<40>();
+        fewer_registers<24>();
         if (__shfl_sync(~0u, threadIdx.x / 32, 0) == 8 && elect_one())
             feed(p, &x_map, &scale_map, starts, shared, full, empty);
         return;
     }
-    more_registers<232>();
+    more_registers<240>();
     Ring ring;
     Place at;
     at.group = __shfl_sync(~0u, threadIdx.x / 128, 0), at.warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
