@@ -44,17 +44,31 @@ DEVICE void fence_to_matrix_units() { asm volatile("fence.proxy.async.shared::ct
 
 // ------------------------------------------------------------------ memory
 
+// How long L2 should keep what is read: a policy for `copy_16` and bulk copies.
+DEVICE u64 keep_policy() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE u64 read_once_policy() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // 16 bytes to shared memory; zeros when not `valid` (the source is not read).
-DEVICE void copy_16(u32 target, const void* source, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid ? 16 : 0)
+DEVICE void copy_16(u32 target, const void* source, bool valid, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source),
+                 "r"(valid ? 16 : 0), "l"(policy)
                  : "memory");
 }
 DEVICE void prefetch_to_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 DEVICE void store_shared(u32 target, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+// Written once, not read here: L2 may drop it first.
 DEVICE void store_global(void* target, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // ------------------------------------------------------------------ numbers

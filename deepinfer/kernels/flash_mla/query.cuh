@@ -27,9 +27,10 @@ struct __align__(64) TensorMap {
 };
 DEVICE void copy_box(u32 target, const TensorMap& map, int x, int y, int z, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
             target),
-        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(read_once_policy())
         : "memory");
 }
 

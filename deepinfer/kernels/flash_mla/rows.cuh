@@ -119,21 +119,22 @@ DEVICE void load_row(PackedRow& raw, const RowSource& source, int slot, int half
 // SCALED: leave the values times 2^-16.
 template <int FORMAT, int PAGE, bool SCALED>
 DEVICE void store_row(const PackedRow& raw, const RowSource& source, int slot, u32 target, int half, int lane) {
-    if (FORMAT == ROWS_BF16) {
+    if constexpr (FORMAT == ROWS_BF16) {
         const u8* row = row_address<PAGE>(source, max(slot, 0)) + half * 512 + lane * 16;
+        const u64 policy = keep_policy();
 #pragma unroll
-        for (int t = 0; t < 4; t++) copy_16(target + t * SUB_TILE_BYTES, row + t * 128, slot >= 0);
-        return;
-    }
+        for (int t = 0; t < 4; t++) copy_16(target + t * SUB_TILE_BYTES, row + t * 128, slot >= 0, policy);
+    } else {
 #pragma unroll
-    for (int t = 0; t < 4; t++) {
-        u32 words[4];
-        unpack<FORMAT>(raw, t, lane, words);
-        if (!SCALED) {
+        for (int t = 0; t < 4; t++) {
+            u32 words[4];
+            unpack<FORMAT>(raw, t, lane, words);
+            if (!SCALED) {
 #pragma unroll
-            for (int w = 0; w < 4; w++) words[w] = multiply_bf16(words[w], 0x47804780u);  // 2^16
+                for (int w = 0; w < 4; w++) words[w] = multiply_bf16(words[w], 0x47804780u);  // 2^16
+            }
+            store_shared(target + t * SUB_TILE_BYTES, words[0], words[1], words[2], words[3]);
         }
-        store_shared(target + t * SUB_TILE_BYTES, words[0], words[1], words[2], words[3]);
     }
 }
 
