@@ -1,8 +1,8 @@
-"""mHC: post-mix, coefficients and pre-mix in two kernels.
+"""mHC: post-mix, coefficients and pre-mix in three kernels.
 
-The first streams h once. For some tokens and channels it makes h' (post-mix), the mix-in sum(p_prev h'), and the
-product of h' with `fn` on the spot; each program leaves its share of the products and of the sums of squares. The
-second adds the shares of a token in a fixed order, runs Sinkhorn on its matrix in registers and norms the mix-in.
+The first streams h once and makes h' (post-mix) and the mix-in sum(p_prev h'). The second multiplies h' with `fn`, each
+program leaving its share of the products and of the sum of squares. The third adds the shares of a token in a fixed
+order, runs Sinkhorn on its matrix in registers and norms the mix-in.
 """
 
 from __future__ import annotations
@@ -17,23 +17,36 @@ from deepinfer.kernels.reference import hyper_connection  # noqa: F401  (defines
 from deepinfer.kernels.registry import backend
 
 MAX_HC = 8
-CHANNELS = 64  # of one step of the first kernel
-PROGRAMS = 640  # of the first kernel: a few a multiprocessor
+PROGRAMS = 528  # of the second kernel: four a multiprocessor
 MAX_PARTS = 128  # shares of a token
 
 
 @triton.jit
-def _hc_post(h, y, post, comb, out, dim, HC: tl.constexpr, BLOCK: tl.constexpr):
+def _post_mix(
+    h, y, post, comb, p_prev, after, mixed, dim,
+    POST: tl.constexpr, MIX_IN: tl.constexpr, HC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """POST: after = the post-mixed streams, else they are h. MIX_IN: mixed = their sum weighted by p_prev."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < dim
-    value = tl.load(y + row * dim + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if POST:
+        output = tl.load(y + row * dim + at, mask=inside, other=0.0).to(tl.float32)
     for j in tl.static_range(HC):
-        mixed = tl.load(post + row * HC + j) * value
-        for i in tl.static_range(HC):
-            stream = tl.load(h + (row * HC + i) * dim + at, mask=inside, other=0.0).to(tl.float32)
-            mixed += tl.load(comb + row * HC * HC + i * HC + j) * stream
-        tl.store(out + (row * HC + j) * dim + at, mixed.to(out.dtype.element_ty), mask=inside)
+        if POST:
+            value = tl.load(post + row * HC + j) * output
+            for i in tl.static_range(HC):
+                stream = tl.load(h + (row * HC + i) * dim + at, mask=inside, other=0.0).to(tl.float32)
+                value += tl.load(comb + row * HC * HC + i * HC + j) * stream
+            value = value.to(h.dtype.element_ty)
+            tl.store(after + (row * HC + j) * dim + at, value, mask=inside)
+        else:
+            value = tl.load(h + (row * HC + j) * dim + at, mask=inside, other=0.0)
+        if MIX_IN:
+            total += tl.load(p_prev + row * HC + j) * value.to(tl.float32)
+    if MIX_IN:
+        tl.store(mixed + row * dim + at, total.to(mixed.dtype.element_ty), mask=inside)
 
 
 @backend("hc_post", "cuda")
@@ -44,72 +57,46 @@ def hc_post(h: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     h, y, post, comb = (t.contiguous() for t in (h, y, post, comb))
     out = torch.empty_like(h)
     block = min(triton.next_power_of_2(dim), 1024)
-    _hc_post[(n, triton.cdiv(dim, block))](h, y, post, comb, out, dim, HC=hc, BLOCK=block)
+    _post_mix[(n, triton.cdiv(dim, block))](
+        h, y, post, comb, post, out, out, dim, POST=True, MIX_IN=False, HC=hc, BLOCK=block
+    )
     return out
 
 
 @triton.jit
 def _add_product(value, weights, total):
-    """total + value @ weights, with the float32 weights exact: as three BF16 terms where the values are BF16."""
+    """total + value @ weights; float32 weights as two BF16 terms (16 bits) where the values are BF16 (8 bits)."""
     if value.dtype == tl.bfloat16:
-        for _ in tl.static_range(3):
-            term = weights.to(tl.bfloat16)
-            total = tl.dot(value, term, total)
-            weights = weights - term.to(tl.float32)
+        high = weights.to(tl.bfloat16)
+        total = tl.dot(value, high, total)
+        total = tl.dot(value, (weights - high.to(tl.float32)).to(tl.bfloat16), total)
     else:
         total = tl.dot(value, weights, total, input_precision="ieee")
     return total
 
 
 @triton.jit
-def _mix(
-    h, y, post, comb, p_prev, fn, after, mixed_out, shares, n, steps,
-    dim: tl.constexpr, POST: tl.constexpr, HC: tl.constexpr, MIXES: tl.constexpr, PADDED: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+def _products(
+    z, fn, shares, n, steps,
+    width: tl.constexpr, MIXES: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """shares[part, token] = this program's part of fn @ h', sum(h'^2) and sum(mix-in^2). POST: h' is made here."""
+    """shares[part, token] = this program's part of fn @ z (z [n, width]), then of sum(z^2)."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     part = tl.program_id(1)
     alive = token < n
     mix = tl.arange(0, PADDED)
     total = tl.zeros((TOKENS, PADDED), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
-    mixed_squares = tl.zeros((TOKENS,), tl.float32)
-    DTYPE: tl.constexpr = h.dtype.element_ty
     for step in range(steps):
-        at = (part * steps + step) * CHANNELS + tl.arange(0, CHANNELS)
-        inside = alive[:, None] & (at < dim)[None, :]
-        place = token[:, None] * (HC * dim) + at[None, :]
-        column = fn + mix[None, :] * (HC * dim) + at[:, None]
-        inside_fn = (at < dim)[:, None] & (mix < MIXES)[None, :]
-        streams = ()
-        weights = ()
-        for i in tl.static_range(HC):  # all loads before the first store
-            streams = streams + (tl.load(h + place + i * dim, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-            weights = weights + (tl.load(column + i * dim, mask=inside_fn, other=0.0),)  # type: ignore[assignment]
-        if POST:
-            output = tl.load(y + token[:, None] * dim + at[None, :], mask=inside, other=0.0).to(tl.float32)
-        mixed = tl.zeros((TOKENS, CHANNELS), tl.float32)
-        for j in tl.static_range(HC):
-            if POST:
-                value = tl.load(post + token * HC + j, mask=alive, other=0.0)[:, None] * output
-                for i in tl.static_range(HC):
-                    share = tl.load(comb + token * (HC * HC) + i * HC + j, mask=alive, other=0.0)
-                    value += share[:, None] * streams[i]
-                tl.store(after + place + j * dim, value.to(DTYPE), mask=inside)
-            else:
-                value = streams[j]
-            rounded = value.to(DTYPE)
-            value = rounded.to(tl.float32)
-            squares += tl.sum(value * value, axis=1)
-            mixed += tl.load(p_prev + token * HC + j, mask=alive, other=0.0)[:, None] * value
-            total = _add_product(rounded, weights[j], total)
-        rounded = mixed.to(DTYPE)
-        tl.store(mixed_out + token[:, None] * dim + at[None, :], rounded, mask=inside)
-        mixed = rounded.to(tl.float32)
-        mixed_squares += tl.sum(mixed * mixed, axis=1)
+        at = (part * steps + step) * DEPTH + tl.arange(0, DEPTH)
+        value = tl.load(
+            z + token[:, None] * width + at[None, :], mask=alive[:, None] & (at < width)[None, :], other=0.0
+        )
+        inside = (at < width)[:, None] & (mix < MIXES)[None, :]
+        weights = tl.load(fn + mix[None, :] * width + at[:, None], mask=inside, other=0.0)
+        total = _add_product(value, weights, total)
+        squares += tl.sum(value.to(tl.float32) * value.to(tl.float32), axis=1)
     total = tl.where(mix[None, :] == MIXES, squares[:, None], total)
-    total = tl.where(mix[None, :] == MIXES + 1, mixed_squares[:, None], total)
     tl.store(shares + (part * n + token[:, None]) * PADDED + mix[None, :], total, mask=alive[:, None])
 
 
@@ -134,7 +121,6 @@ def _coefficients(
     both = ok[:, None] & ok[None, :]
     cell = j[:, None] * HC + j[None, :]
     squares = tl.sum(tl.load(own + MIXES, mask=ok_part, other=0.0), axis=0)
-    mixed_squares = tl.sum(tl.load(own + MIXES + 1, mask=ok_part, other=0.0), axis=0)
     vector = own[:, None] + j[None, :]
     in_vector = ok_part[:, None] & ok[None, :]
     first = tl.sum(tl.load(vector, mask=in_vector, other=0.0), axis=0)
@@ -142,7 +128,7 @@ def _coefficients(
     matrix = own[:, None, None] + 2 * HC + cell[None, :, :]
     third = tl.sum(tl.load(matrix, mask=ok_part[:, None, None] & both[None, :, :], other=0.0), axis=0)
 
-    value = weight * (mixed * tl.rsqrt(mixed_squares / dim + rms_eps))
+    value = weight * (mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) / dim + rms_eps))
     tl.store(x + row * dim + at, value.to(x.dtype.element_ty), mask=inside)
     factor = tl.rsqrt(squares / (HC * dim) + rms_eps)
     u = first * factor * tl.load(scale) + tl.load(base + j, mask=ok, other=0.0)
@@ -201,10 +187,10 @@ def _enter(h, y, post, comb, p_prev, fn, scale, base, norm_weight, sinkhorn_iter
         return NotImplemented
     h, p_prev, fn, scale, base = (t.contiguous() for t in (h, *wide))
     mixes = hc * (2 + hc)
-    padded = max(triton.next_power_of_2(mixes + 2), 16)
-    tokens = 16 if n <= 512 or h.dtype is torch.float32 else 32
-    # Few tokens: split the channels over many programs. Many tokens: they fill the device by themselves.
-    token_blocks, blocks = triton.cdiv(n, tokens), triton.cdiv(dim, CHANNELS)
+    padded = max(triton.next_power_of_2(mixes + 1), 16)
+    # Few tokens: split the columns over many programs. Many tokens: they fill the device by themselves.
+    tokens, depth = (16, 128) if n <= 512 or h.dtype is torch.float32 else (64, 64)
+    token_blocks, blocks = triton.cdiv(n, tokens), triton.cdiv(hc * dim, depth)
     steps = triton.cdiv(blocks, min(blocks, triton.cdiv(PROGRAMS, max(token_blocks, 1)), MAX_PARTS))
     parts = triton.cdiv(blocks, steps)
 
@@ -214,9 +200,13 @@ def _enter(h, y, post, comb, p_prev, fn, scale, base, norm_weight, sinkhorn_iter
     shares, mixed, after = new(parts, n, padded), new(n, dim, dtype=h.dtype), h
     if y is not None:
         y, post, comb, after = y.contiguous(), post.contiguous(), comb.contiguous(), torch.empty_like(h)
-    _mix[(token_blocks, parts)](
-        h, y, post, comb, p_prev, fn, after, mixed, shares, n, steps, dim,
-        POST=y is not None, HC=hc, MIXES=mixes, PADDED=padded, TOKENS=tokens, CHANNELS=CHANNELS, num_stages=1,
+    block = min(triton.next_power_of_2(dim), 1024)
+    _post_mix[(n, triton.cdiv(dim, block))](
+        h, y, post, comb, p_prev, after, mixed, dim, POST=y is not None, MIX_IN=True, HC=hc, BLOCK=block
+    )
+    _products[(token_blocks, parts)](
+        after, fn, shares, n, steps, hc * dim,
+        MIXES=mixes, PADDED=padded, TOKENS=tokens, DEPTH=depth, num_stages=1 if h.dtype is torch.float32 else 3,
     )  # fmt: skip
     x = new(n, dim, dtype=h.dtype)
     new_pre, new_post, new_comb = new(n, hc), new(n, hc), new(n, hc, hc)
