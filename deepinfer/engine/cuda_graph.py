@@ -16,12 +16,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepinfer.engine.step_buffers import StepBuffers, StepShape, pad_inputs
+from deepinfer.engine.step_buffers import StepBuffers, StepShape, first_rows, pad_inputs
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.observability.graph_timer import CUDAGraphTimer
 from deepinfer.observability.timers import Durations
@@ -85,6 +86,7 @@ class DecodeGraphs:
         self.capture_seconds = 0.0
         self.capture_bytes = 0
         self.part_times = Durations()  # of replayed steps, by part
+        self._views: dict[tuple[StepShape, int], ModelInputs] = {}
         self._set_mark = set_mark
         self._replays: dict[StepShape, Callable[[], None]] = {}
         self._timers: list[CUDAGraphTimer] = []
@@ -115,12 +117,24 @@ class DecodeGraphs:
         if inputs.block_tables.data_ptr() != padded.block_tables.data_ptr():  # else it was written in place
             pad_inputs(inputs, padded)
         if not self.is_captured:
-            return self.forward(padded)[:num_rows]
+            return self._forward(padded)[:num_rows]
         assert self._outputs is not None
         self._replays[shape]()
         # One buffer serves all graphs: the sampler's reads of it are launched before the next step's forward, and both
         # are on one stream.
         return self._outputs[:num_rows]
+
+    def rows(self, shape: StepShape, num_rows: int) -> ModelInputs:
+        """The first rows of the stable inputs: what `run` takes for a step that was written there."""
+        key = shape, num_rows
+        if key not in self._views:
+            self._views[key] = first_rows(self.inputs[shape], num_rows)
+        return self._views[key]
+
+    def _forward(self, padded: ModelInputs) -> Tensor:
+        """`forward` with the tokens in place that the host did not know."""
+        latest = self.buffers.latest_tokens[padded.state_slots.long()]
+        return self.forward(replace(padded, token_ids=torch.where(padded.token_ids < 0, latest, padded.token_ids)))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -153,7 +167,7 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                outputs = self.forward(padded)
+                outputs = self._forward(padded)
             if self._outputs is None:
                 self._outputs = outputs.new_zeros(self.shapes[-1].rows, *outputs.shape[1:])
         torch.cuda.synchronize()
@@ -163,7 +177,7 @@ class DecodeGraphs:
         # thread_local: what other threads do on the device meanwhile is no business of this capture.
         capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         with capture, self._marks(timer):
-            self._outputs[: shape.rows] = self.forward(padded)
+            self._outputs[: shape.rows] = self._forward(padded)
         if timer is None:
             return graph.replay
         timer.attach(graph)

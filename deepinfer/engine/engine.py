@@ -22,6 +22,7 @@ from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
 from deepinfer.engine.chunking import image_spans
+from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.deadlines import Deadlines
 from deepinfer.engine.model_inputs import build_model_inputs, decoder_start
 from deepinfer.engine.output_pool import NewOutputs
@@ -76,7 +77,11 @@ class Engine:
         self.overlaps = config.overlaps_steps
         self._in_flight: LaunchedStep | None = None  # launched and not read
         # The latest token of each state slot, on the device: a step may need it before the host has read it.
-        self._latest_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=config.device)
+        self._graphs: DecodeGraphs | None = getattr(runner, "graphs", None)
+        if self._graphs is not None:
+            self._latest_tokens = self._graphs.buffers.latest_tokens
+        else:
+            self._latest_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=config.device)
         self.outputs = NewOutputs()  # an owner that is done with outputs a step later may set a RequestOutputPool
         self._num_arrived = 0
         self._deadlines = Deadlines()
@@ -234,8 +239,7 @@ class Engine:
             sequences = batch.sampled
         try:
             with scope("inputs"):
-                graphs = getattr(self.runner, "graphs", None)
-                inputs = build_model_inputs(batch, self.config, self._latest_tokens, graphs)
+                inputs = build_model_inputs(batch, self.config, self._latest_tokens, self._graphs)
             start = time.monotonic()
             with scope("forward"):
                 logits = self.runner.run(inputs)
@@ -291,7 +295,7 @@ class Engine:
         self.scheduler.prefill_cost.observe(step.starts.tolist(), step.batch.num_tokens, 1e3 * (end - start))
 
     def stats(self) -> EngineStats:
-        scheduler, graphs = self.scheduler, getattr(self.runner, "graphs", None)
+        scheduler, graphs = self.scheduler, self._graphs
         return EngineStats(
             num_waiting=len(scheduler.waiting),
             num_running=scheduler.slots.num_slots - scheduler.slots.num_free,

@@ -12,7 +12,7 @@ from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.state_slots import NULL_SLOT
-from deepinfer.engine.step_buffers import StepShape, first_rows, upload
+from deepinfer.engine.step_buffers import upload
 from deepinfer.models.inputs import HostLengths, ModelInputs
 
 PENDING = -1  # stands for a token that the host does not know yet
@@ -69,34 +69,40 @@ def _prefill_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
 def _decode_inputs(
     batch: ScheduledBatch, config: EngineConfig, latest_tokens: Tensor, graphs: DecodeGraphs | None
 ) -> ModelInputs:
+    num_rows, num_blocks = len(batch.sequences), max(len(s.block_table) for s in batch.sequences)
+    if graphs is not None:
+        shape = graphs.shape_of(num_rows, num_blocks)
+        _write_decode_step(batch, *graphs.buffers.host_arrays(shape))
+        graphs.buffers.upload(shape)
+        return graphs.rows(shape, num_rows)
+    arrays = [np.empty(num_rows, dtype) for dtype in (np.int64, np.int64, np.int32, np.int32)]
+    arrays.append(np.empty((num_rows, num_blocks), np.int32))
+    _write_decode_step(batch, *arrays)
+    token_ids, positions, context_lens, state_slots, block_tables, query_start, logits_rows = upload(
+        [*arrays, np.arange(num_rows + 1, dtype=np.int32), np.arange(num_rows)], torch.device(config.device)
+    )
+    if PENDING in arrays[0]:
+        token_ids = torch.where(token_ids < 0, latest_tokens[state_slots.long()], token_ids)
+    return ModelInputs(False, token_ids, positions, query_start, context_lens, block_tables, state_slots, logits_rows)
+
+
+def _write_decode_step(
+    batch: ScheduledBatch,
+    token_ids: np.ndarray,
+    positions: np.ndarray,
+    context_lens: np.ndarray,
+    state_slots: np.ndarray,
+    block_tables: np.ndarray,
+) -> None:
+    """Fill the arrays, which may have more rows: those are padding, one token in the null block and the null slot."""
     sequences, num_rows = batch.sequences, len(batch.sequences)
-    num_blocks = max(len(s.block_table) for s in sequences)
-    shape = StepShape(num_rows, num_blocks) if graphs is None else graphs.shape_of(num_rows, num_blocks)
-    token_ids, positions = np.zeros(shape.rows, np.int64), np.zeros(shape.rows, np.int64)
     token_ids[:num_rows] = [PENDING if s.num_pending else s.token_ids[-1] for s in sequences]
     positions[:num_rows] = [s.num_computed for s in sequences]
-    state_slots = np.full(shape.rows, NULL_SLOT, np.int32)
     state_slots[:num_rows] = [s.state_slot for s in sequences]
-    # A row of padding is a sequence of one token in the null block and the null slot.
-    arrays: list[np.ndarray] = [
-        token_ids,
-        positions,
-        (positions + 1).astype(np.int32),
-        state_slots,
-        _block_tables(batch, shape),
-    ]
-    device = torch.device(config.device)
-    if graphs is None:
-        arrays += [np.arange(num_rows + 1, dtype=np.int32), np.arange(num_rows)]
-        *parts, query_start, logits_rows = upload(arrays, device)
-        inputs = ModelInputs(False, parts[0], parts[1], query_start, parts[2], parts[4], parts[3], logits_rows)
-    else:
-        graphs.buffers.write(arrays)
-        inputs = first_rows(graphs.inputs[shape], num_rows)
-    if PENDING in token_ids:
-        latest = latest_tokens[inputs.state_slots.long()]
-        inputs.token_ids.copy_(torch.where(inputs.token_ids < 0, latest, inputs.token_ids))
-    return inputs
+    token_ids[num_rows:] = positions[num_rows:] = 0
+    state_slots[num_rows:] = NULL_SLOT
+    np.add(positions, 1, out=context_lens, casting="same_kind")
+    _write_block_tables(batch, block_tables)
 
 
 def decoder_start(batch: ScheduledBatch, config: EngineConfig) -> np.ndarray | None:
@@ -115,14 +121,17 @@ def _chunks(batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
     return zip(batch.sequences, batch.num_tokens, strict=True)
 
 
-def _block_tables(batch: ScheduledBatch, shape: StepShape | None = None) -> np.ndarray:
-    """int32 [S, longest table], or of `shape`, padded with the null block.
+def _block_tables(batch: ScheduledBatch) -> np.ndarray:
+    """int32 [S, longest table], padded with the null block."""
+    tables = np.empty((len(batch.sequences), max(len(s.block_table) for s in batch.sequences)), np.int32)
+    _write_block_tables(batch, tables)
+    return tables
 
-    Without a copy a sequence, which would cost most of it.
-    """
+
+def _write_block_tables(batch: ScheduledBatch, target: np.ndarray) -> None:
+    """Tables int32 [at least S, at least the longest], without a copy a sequence, which would cost most of it."""
     tables = [s.block_table for s in batch.sequences]
     lengths = np.array([len(table) for table in tables])
-    size = (len(tables), lengths.max()) if shape is None else (shape.rows, shape.blocks)
-    padded = np.full(size, NULL_BLOCK, np.int32)
-    padded[: len(tables)][np.arange(size[1]) < lengths[:, None]] = np.frombuffer(b"".join(tables), np.int32)
-    return padded
+    target.fill(NULL_BLOCK)
+    used = np.arange(target.shape[1]) < lengths[:, None]
+    target[: len(tables)][used] = np.frombuffer(b"".join(tables), np.int32)

@@ -1,8 +1,8 @@
 """Inputs of a step packed into one buffer, which one copy brings to the device; the stable one that CUDA graphs read.
 
 Every shape of a padded decode step has its own layout of the same device memory: steps are in stream order, so the next
-one is written only after the last one has been read. On the host each step gets a pinned block of its own, which
-PyTorch keeps for reuse and hands out again only when the copy out of it is done: the host may be steps ahead.
+one is written only after the last one has been read. On the host there are two pinned buffers in turn: one is filled
+while the copy out of the other may still be under way.
 """
 
 from __future__ import annotations
@@ -40,22 +40,20 @@ def packed_views(buffer: Tensor, parts: list[Part]) -> list[Tensor]:
     ]
 
 
-def pack(arrays: list[np.ndarray], device: torch.device) -> Tensor:
-    """The arrays one behind the other, uint8 on the host, pinned for a copy to a GPU."""
-    *offsets, size = packed_offsets(array.nbytes for array in arrays)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    raw = host.numpy()
-    for array, offset in zip(arrays, offsets, strict=True):
-        raw[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-    return host
-
-
 def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, through one copy that the host does not wait for. On a CPU they share the memory."""
+    """The arrays on the device, through one copy that the host does not wait for. On a CPU they share the memory.
+
+    PyTorch keeps pinned blocks for reuse and hands one out again only when the copy out of it is done.
+    """
     tensors = [torch.from_numpy(array) for array in arrays]
     if device.type == "cpu":
         return tensors
-    buffer = pack(arrays, device).to(device, non_blocking=True)
+    *offsets, size = packed_offsets(array.nbytes for array in arrays)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    raw = host.numpy()
+    for array, offset in zip(arrays, offsets, strict=True):
+        raw[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+    buffer = host.to(device, non_blocking=True)
     return packed_views(buffer, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
 
 
@@ -82,17 +80,39 @@ class StepShape:
 
 
 class StepBuffers:
-    """One buffer for every shape up to `largest`; `inputs(shape)` are views of it."""
+    """One buffer for every shape up to `largest`; `inputs(shape)` are views of it.
+
+    `latest_tokens`, int64 [rows + 1]: the token sampled last for each state slot. A token id below 0 in the buffer
+    stands for that one: the host does not know it yet.
+    """
 
     def __init__(self, largest: StepShape, device: torch.device | str) -> None:
         self.storage = torch.zeros(largest.num_bytes(), dtype=torch.uint8, device=device)
+        self.latest_tokens = torch.zeros(largest.rows + 1, dtype=torch.int64, device=device)
+        on_gpu = self.storage.is_cuda
+        self._host = [torch.zeros_like(self.storage, device="cpu", pin_memory=on_gpu) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []
+        self._arrays: dict[tuple[StepShape, int], list[np.ndarray]] = {}
+        self._next = 0
         self._query_start = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
         self._logits_rows = torch.arange(largest.rows, device=device)
 
-    def write(self, arrays: list[np.ndarray]) -> None:
-        """Fill the buffer with the parts of a shape, by one copy that the host does not wait for."""
-        packed = pack(arrays, self.storage.device)
-        self.storage[: len(packed)].copy_(packed, non_blocking=True)
+    def host_arrays(self, shape: StepShape) -> list[np.ndarray]:
+        """Where the host writes the parts of the next step, for `upload`; what they hold is of an earlier step."""
+        if self._copied:
+            self._copied[self._next].synchronize()  # of two steps ago
+        key = shape, self._next
+        if key not in self._arrays:
+            self._arrays[key] = [view.numpy() for view in packed_views(self._host[self._next], shape.parts())]
+        return self._arrays[key]
+
+    def upload(self, shape: StepShape) -> None:
+        """Bring what `host_arrays` were filled with to the device, by one copy that the host does not wait for."""
+        size = shape.num_bytes()
+        self.storage[:size].copy_(self._host[self._next][:size], non_blocking=True)
+        if self._copied:
+            self._copied[self._next].record()
+        self._next ^= 1
 
     def inputs(self, shape: StepShape) -> ModelInputs:
         """Inputs of a step of this shape, whatever the buffer holds at the moment."""

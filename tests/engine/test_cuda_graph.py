@@ -141,25 +141,29 @@ def test_a_decode_batch_is_written_where_the_graph_reads_it(lengths: list[int], 
         sequences.append(seq)
     batch = ScheduledBatch(sequences, [1] * len(sequences), is_prefill=False)
     latest = torch.arange(17) * 100
-    graphs = graphs_over(None, max_blocks=40)
+    graphs = graphs_over(lambda inputs: inputs.token_ids, max_blocks=40)
     graphs.buffers.storage.fill_(0x55)
+    graphs.buffers.latest_tokens.copy_(latest)
     alone = build_model_inputs(batch, config, latest)
     stable = build_model_inputs(batch, config, latest, graphs)
     expected = [latest[s.state_slot].item() if s.num_pending else s.token_ids[-1] for s in sequences]
     assert alone.token_ids.tolist() == expected
     assert alone.context_lens.tolist() == [s.num_tokens for s in sequences]
+    pending = [-1 if s.num_pending else s.token_ids[-1] for s in sequences]
+    assert stable.token_ids.tolist() == pending
+    assert graphs.run(stable).tolist() == expected  # filled in where the graph begins
     width = alone.block_tables.shape[1]
     assert torch.equal(stable.block_tables[:, :width], alone.block_tables)
     for field in fields(ModelInputs):
         got = getattr(stable, field.name)
-        if isinstance(got, torch.Tensor) and field.name != "block_tables":
+        if isinstance(got, torch.Tensor) and field.name not in ("block_tables", "token_ids"):
             assert torch.equal(got, getattr(alone, field.name)) and got.dtype == getattr(alone, field.name).dtype
     shape = graphs.shape_of(*alone.block_tables.shape)
     padded = graphs.inputs[shape]
     assert stable.block_tables.data_ptr() == padded.block_tables.data_ptr()  # graphs.run copies nothing
     again = StepBuffers(shape, "cpu").inputs(shape)
     pad_inputs(alone, again)
-    for name in ("token_ids", "positions", "context_lens", "state_slots", "block_tables"):
+    for name in ("positions", "context_lens", "state_slots", "block_tables"):
         assert torch.equal(getattr(padded, name), getattr(again, name)), name
 
 
