@@ -20,8 +20,6 @@ from deepinfer.kernels.cuda.formats import FP8, e4m3_byte, e4m3_value, group_sca
 from deepinfer.kernels.reference import moe  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
 
-TILES_AT_ONCE = tl.constexpr(16)
-
 
 @triton.jit
 def _gate(
@@ -99,16 +97,16 @@ def _route(
         own = tl.load(chosen + at, mask=at < pairs, other=0)
         place = tl.load(begins + own) + tl.load(ranks + at, mask=at < pairs, other=0)
         tl.store(order + place, at, mask=at < pairs)
-    for start in range(0, max_tiles, TILES_AT_ONCE):
-        tile = start + tl.arange(0, TILES_AT_ONCE)
-        is_own = (tile[:, None] < tile_end[None, :]) & (tile[:, None] >= (tile_end - num_tiles)[None, :])
-        own = tl.sum(tl.where(is_own, expert[None, :] + 1, 0), axis=1) - 1
-        first = begin[None, :] + (tile[:, None] - (tile_end - num_tiles)[None, :]) * ROWS
-        first = tl.sum(tl.where(is_own, first, 0), axis=1)
-        end = tl.minimum(first + ROWS, tl.sum(tl.where(is_own, (begin + count)[None, :], 0), axis=1))
-        tl.store(tiles + tile * 3, own, mask=tile < max_tiles)
-        tl.store(tiles + tile * 3 + 1, first, mask=tile < max_tiles)
-        tl.store(tiles + tile * 3 + 2, end, mask=tile < max_tiles)
+    for step in range(tl.max(num_tiles, axis=0)):
+        tile = tile_end - num_tiles + step
+        first = begin + step * ROWS
+        own = step < num_tiles
+        tl.store(tiles + tile * 3, expert, mask=own)
+        tl.store(tiles + tile * 3 + 1, first, mask=own)
+        tl.store(tiles + tile * 3 + 2, tl.minimum(first + ROWS, begin + count), mask=own)
+    for start in range(0, max_tiles, CHUNK):
+        tile = start + tl.arange(0, CHUNK)
+        tl.store(tiles + tile * 3, -1, mask=(tile >= tl.max(tile_end, axis=0)) & (tile < max_tiles))
 
 
 @triton.jit
