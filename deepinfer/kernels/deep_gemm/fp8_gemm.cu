@@ -21,6 +21,8 @@
 #define PRODUCT_N (SPLIT_N ? BLOCK_N / 2 : BLOCK_N)    // columns of one product
 #define WAVES (SPLIT_N ? 1 : BLOCK_M / 128)            // products of 64 rows of one warpgroup
 #define SUMS (PRODUCT_N / 2)
+// Products at once, where a warpgroup has one for a piece of K.
+#define IN_FLIGHT (SUMS <= 20 ? 3 : SUMS <= 64 ? 2 : 1)
 #define A_BYTES (BLOCK_M * BLOCK_K)
 #define B_BYTES (BLOCK_N * BLOCK_K)
 #define SCALE_BYTES (BLOCK_M * 4)
@@ -184,12 +186,59 @@ DEVICE void add_parts(const float (&sum)[SUMS], const Params& p, u32 shared, int
 }
 #endif
 
-DEVICE void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared, u32 full, u32 empty, int rank, int first, int step, int m_tiles,
-                           int n_tiles) {
+// Scales of B for a tile's columns, loaded one piece of 128 columns of K ahead.
+struct ScalesOfB {
+    struct Pair {
+        float first, second;  // of the columns before and from `former` on
+        int former;
+    };
+#if B_ROW_SCALES
+    DEVICE ScalesOfB(const Params&, int, int) {}
+    DEVICE Pair next(int, int) { return {1.0f, 1.0f, 128}; }
+#else
+    const float *at, *at_second;
+    Pair ahead;
+    // Columns outside the matrix have sums of zeros: any scale is right, the last one of the matrix is in memory.
+    DEVICE ScalesOfB(const Params& p, int column, int k) {
+        const int last = (p.n - 1) / 128, k_blocks = (p.k + BLOCK_K - 1) / BLOCK_K;
+        k = min(k, k_blocks - 1);
+        at = p.b_scales + min(column / 128, last) * k_blocks;
+        at_second = p.b_scales + min(column / 128 + 1, last) * k_blocks;
+        ahead = {__ldg(at + k), SPANS ? __ldg(at_second + k) : 0.0f, 128 - column % 128};
+    }
+    DEVICE Pair next(int k, int k_end) {
+        const Pair now = ahead;
+        k = min(k + 1, k_end - 1);
+        ahead.first = __ldg(at + k);
+        if (SPANS) ahead.second = __ldg(at_second + k);
+        return now;
+    }
+#endif
+};
+
+DEVICE void add_scaled(float (&total)[SUMS], const float (&sum)[SUMS], float upper, float lower, ScalesOfB::Pair b) {
+#pragma unroll
+    for (int j = 0; j < SUMS / 4; j++) {
+        const float scale = !SPANS || 8 * j < b.former ? b.first : b.second;
+        const float up = upper * scale, low = lower * scale;
+        total[4 * j] += sum[4 * j] * up;
+        total[4 * j + 1] += sum[4 * j + 1] * up;
+        total[4 * j + 2] += sum[4 * j + 2] * low;
+        total[4 * j + 3] += sum[4 * j + 3] * low;
+    }
+}
+
+// A warp no longer needs a buffer: whoever copies into it may.
+DEVICE void release(u32 empty, int lane) {
+    if (CLUSTER == 1 && lane == 0) barrier_arrive(empty);
+    if (CLUSTER == 2 && lane < 2) barrier_arrive_at(empty, lane);
+}
+
+DEVICE void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared, u32 full, u32 empty, int rank, int first,
+                           int step, int m_tiles, int n_tiles) {
     Ring ring;
     int k_begin, k_end;
     k_range(p, rank, k_begin, k_end);
-    const int k_blocks = (p.k + BLOCK_K - 1) / BLOCK_K;
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
     const int lane = threadIdx.x % 32, c = lane % 4;
     const int group_row = SPLIT_N ? 0 : group * 64, group_column = SPLIT_N ? group * PRODUCT_N : 0;
@@ -205,40 +254,61 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared
         tile_of(index, m_tiles, n_tiles, m, n);
         const int row = m * CLUSTER_M + (B_PARTS == 2 ? rank * BLOCK_M : 0);
         const int column = n * CLUSTER_N + (A_PARTS == 2 ? rank * BLOCK_N : 0) + group_column;
-        float total[WAVES][SUMS], sum[SUMS];
+        float total[WAVES][SUMS];
 #pragma unroll
         for (int w = 0; w < WAVES; w++)
 #pragma unroll
             for (int i = 0; i < SUMS; i++) total[w][i] = 0.0f;
-#if !B_ROW_SCALES
-        // Columns outside the matrix have sums of zeros: any scale is right, the last one of the matrix is in memory.
-        const int last = (p.n - 1) / 128;
-        const float* b_scale = p.b_scales + min(column / 128, last) * k_blocks;
-        float next_scale = __ldg(b_scale + min(k_begin, k_blocks - 1));
-#if SPANS
-        const float* b_scale_2 = p.b_scales + min(column / 128 + 1, last) * k_blocks;
-        float next_scale_2 = __ldg(b_scale_2 + min(k_begin, k_blocks - 1));
-        const int former = 128 - column % 128;
-#endif
-#endif
-        for (int k = k_begin; k < k_end; k++, ring.next()) {
-#if B_ROW_SCALES
-            const float scale_b = 1.0f;
+        ScalesOfB scales_of_b(p, column, k_begin);
+#if WAVES == 1
+        // Products of IN_FLIGHT pieces of K: sums of one are added up while the next run. Past the end the last piece is
+        // multiplied again and counts nothing.
+        float sum[IN_FLIGHT][SUMS];
+        for (int k = k_begin; k < k_end; k += IN_FLIGHT) {
+            float upper[IN_FLIGHT], lower[IN_FLIGHT];
+            int stages[IN_FLIGHT];
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; i++) {
+                if (k + i < k_end) {
+                    if (i > 0) ring.next();
+                    barrier_wait(full + ring.stage * 8, ring.parity);
+                }
+                stages[i] = ring.stage;
+                const u32 scales = shared + SCALES + ring.stage * SCALE_BYTES + thread_row * 4;
+                upper[i] = k + i < k_end ? load_float(scales) : 0.0f, lower[i] = k + i < k_end ? load_float(scales + 32) : 0.0f;
+                fence_registers(sum[i]);
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; i++) {
+                const u64 a = a_base + (stages[i] * STAGE_BYTES >> 4), b = b_base + (stages[i] * STAGE_BYTES >> 4);
+#pragma unroll
+                for (int j = 0; j < BLOCK_K / 32; j++) multiply(sum[i], a + 2 * j, b + 2 * j, j);
+                wgmma_commit();
+            }
+#pragma unroll
+            for (int i = 0; i < IN_FLIGHT; i++) {
+                if (i == IN_FLIGHT - 1) wgmma_wait<0>();
+                else if (i == IN_FLIGHT - 2) wgmma_wait<1>();
+                else wgmma_wait<2>();
+                fence_registers(sum[i]);
+                if (i < IN_FLIGHT - 1 && k + i + 1 < k_end) release(empty + stages[i] * 8, lane);
+                if (i == IN_FLIGHT - 1) release(empty + ring.stage * 8, lane);
+                add_scaled(total[0], sum[i], upper[i], lower[i], scales_of_b.next(k + i, k_end));
+            }
+            ring.next();
+        }
 #else
-            const float scale_b = next_scale;
-            next_scale = __ldg(b_scale + min(k + 1, k_blocks - 1));
-#if SPANS
-            const float scale_b_2 = next_scale_2;
-            next_scale_2 = __ldg(b_scale_2 + min(k + 1, k_blocks - 1));
-#endif
-#endif
+        float sum[SUMS];
+        for (int k = k_begin; k < k_end; k++, ring.next()) {
             barrier_wait(full + ring.stage * 8, ring.parity);
             const u64 a = a_base + (ring.stage * STAGE_BYTES >> 4), b = b_base + (ring.stage * STAGE_BYTES >> 4);
             const u32 scales = shared + SCALES + ring.stage * SCALE_BYTES + thread_row * 4;
+            const ScalesOfB::Pair scale_b = scales_of_b.next(k, k_end);
 #pragma unroll
             for (int w = 0; w < WAVES; w++) {
                 // Rows of this thread, loaded before the buffer may be given back.
-                float upper = load_float(scales + w * 512), lower = load_float(scales + w * 512 + 32);
+                const float upper = load_float(scales + w * 512), lower = load_float(scales + w * 512 + 32);
                 fence_registers(sum);
                 wgmma_fence();
 #pragma unroll
@@ -247,28 +317,11 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared
                 fence_registers(sum);
                 wgmma_wait<0>();
                 fence_registers(sum);
-                if (w == WAVES - 1) {
-                    if (CLUSTER == 1 && lane == 0) barrier_arrive(empty + ring.stage * 8);
-                    if (CLUSTER == 2 && lane < 2) barrier_arrive_at(empty + ring.stage * 8, lane);
-                }
-#if SPANS
-                const float upper_2 = upper * scale_b_2, lower_2 = lower * scale_b_2;
-#endif
-                upper *= scale_b, lower *= scale_b;
-#pragma unroll
-                for (int j = 0; j < SUMS / 4; j++) {
-#if SPANS
-                    const float up = 8 * j < former ? upper : upper_2, low = 8 * j < former ? lower : lower_2;
-#else
-                    const float up = upper, low = lower;
-#endif
-                    total[w][4 * j] += sum[4 * j] * up;
-                    total[w][4 * j + 1] += sum[4 * j + 1] * up;
-                    total[w][4 * j + 2] += sum[4 * j + 2] * low;
-                    total[w][4 * j + 3] += sum[4 * j + 3] * low;
-                }
+                if (w == WAVES - 1) release(empty + ring.stage * 8, lane);
+                add_scaled(total[w], sum, upper, lower, scale_b);
             }
         }
+#endif
 #if K_PARTS > 1
         add_parts(total[0], p, shared, rank, row + thread_row, column, c);
 #else
