@@ -1,9 +1,9 @@
 // MXFP4 weights on their way from memory to the tensor cores: codes of four bits become E4M3 in registers, exactly.
 //
 // The layout is made by fp4_weights.py. A tile is 256 rows x 128 columns: for each 64 rows, warp and half (rows lane / 4 and
-// 8 further) 16 bytes a lane, a word for 32 columns; then for each row four bytes, one for 32 columns. A word's low half holds
-// the magnitudes of columns 4 c + 0..3 and its high half those of 16 + 4 c + 0..3 (c = lane % 4), three bits in a nibble; the
-// nibbles' top bits are the signs, where they have to be shifted least. A scale is 2^(t - 5) times the row's own.
+// 8 further) 16 bytes a lane, a word for 32 columns; then for each row four bytes, one for 32 columns. A word's low half
+// holds the magnitudes of columns 4 c + 0..3 and its high half those of 16 + 4 c + 0..3 (c = lane % 4), three bits in a
+// nibble; the nibbles' top bits are the signs, where they have to be shifted least. A scale is 2^(t - 5) times the row's own.
 #pragma once
 
 #include "hopper.cuh"

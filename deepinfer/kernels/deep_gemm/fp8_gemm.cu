@@ -275,7 +275,8 @@ DEVICE void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared
                 }
                 stages[i] = ring.stage;
                 const u32 scales = shared + SCALES + ring.stage * SCALE_BYTES + thread_row * 4;
-                upper[i] = k + i < k_end ? load_float(scales) : 0.0f, lower[i] = k + i < k_end ? load_float(scales + 32) : 0.0f;
+                upper[i] = k + i < k_end ? load_float(scales) : 0.0f;
+                lower[i] = k + i < k_end ? load_float(scales + 32) : 0.0f;
                 fence_registers(sum[i]);
             }
             wgmma_fence();

@@ -4,9 +4,9 @@
 // keys busy. One warpgroup feeds query and key tiles with the bulk copy engine, two multiply 64 keys each: while one product
 // runs, the sums of the one before are rectified, weighted and added up over the heads in registers.
 //
-// FP4: keys are rows of 68 bytes, 64 of E2M1 pairs and four UE8M0 scales (the engine's cache). They are widened in registers:
-// the eight codes of a word are columns 8 c + 0..7 of a group of 32, which the product takes for 4 c + 0..3 and 16 + 4 c + 0..3,
-// so the query's columns come in that order too. A key takes its largest scale; codes far below it are rounded.
+// FP4: keys are rows of 68 bytes, 64 of E2M1 pairs and four UE8M0 scales (the engine's cache), widened in registers. The
+// eight codes of a word are columns 8 c + 0..7 of a group of 32, which the product takes for 4 c + 0..3 and 16 + 4 c + 0..3:
+// the query's columns come in that order too. A key takes its largest scale; codes far below it are rounded.
 //
 // PAGED 0: keys [S, 128] and scales [S]; token t sees the keys of [starts[t], ends[t]); work is cut into tiles of
 // TOKENS x PRODUCTS tokens and chunks of keys. PAGED 1: TOKENS x PRODUCTS tokens of each sequence, its keys in pages of PAGE
@@ -104,7 +104,8 @@ DEVICE Work seen_part(const Params& p, const Work& work) {
 
 DEVICE void feed(const Params& p, const TensorMap* query_map, const TensorMap* key_map, const TensorMap* scale_map,
                  const int* starts, u32 shared) {
-    const u32 full = shared + BARRIERS, empty = full + STAGES * 8, query_full = empty + STAGES * 8, query_empty = query_full + 16;
+    const u32 full = shared + BARRIERS, empty = full + STAGES * 8;
+    const u32 query_full = empty + STAGES * 8, query_empty = query_full + 16;
     Ring ring, queries;
     Walk walk(p, starts);
     for (Work work; walk.next(p, work);) {
@@ -162,8 +163,9 @@ DEVICE float2 widen_keys(u32 at, int c, u32 (&a)[4][4]) {
             uint2 magnitudes = scaled_magnitudes(t);
             if (t < 0) magnitudes = small_magnitudes[min(-1 - t, 7)];
             const u32 shifted = word << 4, selectors = word & 0x77777777u;
-            a[s][half] = permute(magnitudes.x, magnitudes.y, selectors) | (permute(word, shifted, 0x9D8C) & 0x80808080u);
-            a[s][2 + half] = permute(magnitudes.x, magnitudes.y, selectors >> 16) | (permute(word, shifted, 0xBFAE) & 0x80808080u);
+            const u32 low_signs = permute(word, shifted, 0x9D8C), high_signs = permute(word, shifted, 0xBFAE);
+            a[s][half] = permute(magnitudes.x, magnitudes.y, selectors) | (low_signs & 0x80808080u);
+            a[s][2 + half] = permute(magnitudes.x, magnitudes.y, selectors >> 16) | (high_signs & 0x80808080u);
         }
     }
     return make_float2(scale[0], scale[1]);
@@ -187,8 +189,8 @@ DEVICE void weigh(const float (&d)[COLUMNS / 2], const float (&w)[TOKENS][HEADS 
 }
 
 // Adds up over the quad: an even lane gets the upper row, an odd one the lower; lanes 2 and 3 store the odd tokens.
-DEVICE void write_logits(float (&sum)[TOKENS][2], const Params& p, const int (&start)[TOKENS], const int (&end)[TOKENS], int token,
-                         int key, float scale, int c) {
+DEVICE void write_logits(float (&sum)[TOKENS][2], const Params& p, const int (&start)[TOKENS], const int (&end)[TOKENS],
+                         int token, int key, float scale, int c) {
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) {
         const float other = __shfl_xor_sync(~0u, c & 1 ? sum[t][0] : sum[t][1], 1);
@@ -201,7 +203,8 @@ DEVICE void write_logits(float (&sum)[TOKENS][2], const Params& p, const int (&s
 }
 
 DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
-    const u32 full = shared + BARRIERS, empty = full + STAGES * 8, query_full = empty + STAGES * 8, query_empty = query_full + 16;
+    const u32 full = shared + BARRIERS, empty = full + STAGES * 8;
+    const u32 query_full = empty + STAGES * 8, query_empty = query_full + 16;
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
     const int lane = threadIdx.x % 32, c = lane % 4, row = group * 64 + warp * 16 + lane / 4 + c % 2 * 8;
     Ring ring, queries;
@@ -239,8 +242,8 @@ DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
             barrier_wait(full + ring.stage * 8, ring.parity);
 #if FP4
             u32 a[4][4];
-            const u32 tile_keys = shared + 2 * QUERY_BYTES + ring.stage * KEY_BYTES + (group * 64 + warp * 16 + lane / 4) * ROW_BYTES;
-            const float2 scales = widen_keys(tile_keys, c, a);
+            const u32 own_key = (group * 64 + warp * 16 + lane / 4) * ROW_BYTES;
+            const float2 scales = widen_keys(shared + 2 * QUERY_BYTES + ring.stage * KEY_BYTES + own_key, c, a);
             const float scale = c % 2 ? scales.y : scales.x;
 #pragma unroll
             for (int s = 0; s < 4; s++) fence_registers(a[s]);
