@@ -8,6 +8,7 @@ from deepinfer.kernels import cpu, registry  # cpu registers its backends
 from deepinfer.kernels.reference.attention import sparse_attention
 from deepinfer.kernels.reference.basic import linear, rms_norm, rope, round_fp8, swiglu
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
+from deepinfer.kernels.reference.compressor import pool_groups
 from deepinfer.kernels.reference.engram import engram_gate, engram_hash
 from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, hc_pre
 from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, mask_to_candidates, top_k_positions
@@ -36,6 +37,7 @@ __all__ = [
     "moe_experts",
     "moe_experts_fp4",
     "moe_gate",
+    "pool_groups",
     "reads_fp4_experts",
     "rms_norm",
     "rope",

@@ -336,6 +336,20 @@ def round_fp8(g: torch.Generator) -> Iterator[Case]:
     yield (normal(g, 6, 4, 64)[:, 1:3],)
 
 
+def pool_groups(g: torch.Generator) -> Iterator[Case]:
+    for n, sequences, groups, ratio, dim in ((1, 1, 1, 2, 8), (0, 2, 1, 2, 40), (40, 6, 25, 2, 128), (9, 3, 0, 4, 200)):
+        slots = 7
+        wide = torch.full((slots, ratio * 2 * dim + 9), float("nan"))
+        carry = wide[:, 4 : 4 + ratio * 2 * dim].unflatten(1, (ratio, 2, dim))
+        carry.copy_(normal(g, slots, ratio, 2, dim) * 5)
+        places = torch.randperm(slots * ratio, generator=g)[: min(n, slots * ratio)]  # no two rows to one place
+        yield (
+            normal(g, n, 2, dim) * 5, carry, torch.randperm(slots, generator=g)[:sequences],
+            integers(g, 0, n + sequences * ratio, groups, ratio, dtype=torch.int64),
+            torch.randperm(max(n, 1), generator=g)[: len(places)], places // ratio, places % ratio,
+        )  # fmt: skip
+
+
 def decode_plan(g: torch.Generator) -> Iterator[Case]:
     for n, pairs, block_size, window, ring, ngram in (
         (1, 8, 2, 4, 4, 2),
@@ -379,6 +393,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         moe_experts,
         moe_experts_fp4,
         moe_gate,
+        pool_groups,
         rms_norm,
         rope,
         round_fp8,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from deepinfer.kernels import ops
@@ -45,7 +44,5 @@ class Compressor:
         plan = step.compression[self.ratio]
         carry = caches.state.carry[self.layer_id]  # [slots, ratio, 2, d]
         ab = ops.linear(y.to(self.wkv.dtype), self.wkv).unflatten(-1, (2, -1))  # [N, 2, d]
-        carried = carry[step.state_slots].flatten(0, 1)  # [S * ratio, 2, d]
-        a, b = torch.cat((ab, carried))[plan.members].unbind(2)  # [groups, ratio, d]
-        carry[plan.pending_slots, plan.pending_offsets] = ab[plan.pending_rows].to(carry.dtype)
-        return (a * b.softmax(dim=1)).sum(1).to(y.dtype)
+        pending = plan.pending_rows, plan.pending_slots, plan.pending_offsets
+        return ops.pool_groups(ab, carry, step.state_slots, plan.members, *pending).to(y.dtype)
