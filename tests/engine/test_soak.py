@@ -37,7 +37,10 @@ class SoakRequest:
 
 
 def draw_requests(seed: int) -> Iterator[SoakRequest]:
-    """Without end: lengths over three orders of magnitude, 10% to be cancelled, 5% with tiny max_tokens."""
+    """Without end: lengths over three orders of magnitude, 5% with tiny max_tokens.
+
+    An eighth is to be cancelled, of which a fifth ends before that: 10% are.
+    """
     rng = random.Random(seed)
     while True:
         length = min(800, int(rng.lognormvariate(4, 1.2)) + 1)
@@ -51,7 +54,7 @@ def draw_requests(seed: int) -> Iterator[SoakRequest]:
             priority=rng.choice([0, 0, 0, 0, -2, 1, 3]),
             deadline_seconds=rng.uniform(0.05, 5) if rng.random() < 0.01 else None,
         )
-        cancel_after = rng.randrange(max_tokens) if rng.random() < 0.1 else None
+        cancel_after = rng.randrange(max_tokens) if rng.random() < 0.125 else None
         yield SoakRequest([rng.randrange(VOCAB_SIZE) for _ in range(length)], params, cancel_after)
 
 
@@ -147,7 +150,7 @@ def test_20_000_requests_with_a_quarter_of_the_cache_they_want() -> None:
         f"{swap.num_swapped_out} of them swapped, {num_blocks} blocks"
     )
     assert num_added >= NUM_REQUESTS and sum(counts.values()) == num_added
-    assert num_cancelled > 0.05 * num_added
+    assert num_cancelled > 0.09 * num_added
     assert stats.num_preemptions > swap.num_swapped_out > 0, "both ways of preempting must have been used"
 
 

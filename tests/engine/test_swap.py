@@ -216,8 +216,12 @@ def v41() -> DeepseekV41:
     return DeepseekV41(CONFIG, weights, torch.from_numpy(tiny_token_map()).long())
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "overlap"), [("fp64", True), ("fp8", False)])
-def test_the_real_model_with_swapping_equals_itself_without_preemption(kv_cache_dtype: str, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "overlap", "graphs"), [("fp64", True, False), ("fp8", False, False), ("fp8", True, True)]
+)
+def test_the_real_model_with_swapping_equals_itself_without_preemption(
+    kv_cache_dtype: str, overlap: bool, graphs: bool
+) -> None:
     """Both preemption modes, sampled and greedy requests, with a cache for about two of four sequences."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in (30, 7, 51, 18)]
@@ -228,7 +232,7 @@ def test_the_real_model_with_swapping_equals_itself_without_preemption(kv_cache_
         config = EngineConfig(
             block_size=BLOCK_SIZE, num_blocks=num_blocks, max_num_seqs=4, dtype="fp64", prefill_chunk_size=16,
             kv_cache_dtype=kv_cache_dtype, preemption_mode=mode, swap_memory_bytes=1 << 22, watermark=0.0,
-            zero_overhead_scheduling=overlap,
+            zero_overhead_scheduling=overlap, cuda_graphs=graphs,
         )  # fmt: skip
         engine = Engine(ModelRunner(v41(), config), config)
         got = run(engine, prompts, [greedy, sampled, greedy, sampled])
