@@ -12,16 +12,19 @@ from deepinfer.kernels.deep_gemm.activations import quantize_rows, row_scaled_we
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
 from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm, row_scales_layout
 from deepinfer.kernels.deep_gemm.fp8_variants import SHARED_BYTES, TILES, choose_tile
+from deepinfer.kernels.deep_gemm.indexer import index_scores
 from deepinfer.kernels.deep_gemm.moe import routed_experts
 from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gate_up, grouped_gemm
 from deepinfer.kernels.deep_gemm.mqa_logits import PAGE, PAGE_BYTES, mqa_logits, paged_mqa_logits
 from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
 from deepinfer.kernels.reference.basic import swiglu
+from deepinfer.kernels.reference.indexer import index_scores as reference_scores
 from deepinfer.kernels.reference.moe import moe_experts_fp4
 from deepinfer.kernels.reference.quant import (
     dequantize_fp4_weight,
     dequantize_fp8_weight,
     fp8_round_trip,
+    mxfp4_round_trip,
     pack_fp8_row,
     pack_mxfp4_row,
     quantize_fp8_weight,
@@ -450,3 +453,23 @@ def test_logits_of_fp4_pages(sequences, queries, width, page):
         seen = torch.arange(width, device="cuda") < visible[part, None]
         if seen.any():
             assert relative_error(out[part][seen], expected[seen]) < 1e-3
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("entries", [64, 128])
+def test_index_scores_agree_with_the_reference(entries):
+    torch.manual_seed(entries)
+    rows, sequences, blocks = 9, 3, 5
+    iq = mxfp4_round_trip(torch.randn(rows, 32, 128, device="cuda")).bfloat16()
+    weights = torch.randn(rows, 32, device="cuda").bfloat16()
+    cache = pack_mxfp4_row(torch.randn(20 * entries, 128, device="cuda")).view(20, entries, 68)
+    tables = torch.randperm(20, device="cuda")[: sequences * blocks].view(sequences, blocks).int()
+    owner = torch.randint(0, sequences, (rows,), device="cuda", dtype=torch.int32)
+    visible = torch.randint(0, blocks * entries + 1, (rows,), device="cuda", dtype=torch.int32)
+    result = index_scores(iq, weights, cache, tables, owner, visible)
+    expected = reference_scores.reference(iq.double(), weights.double(), cache, tables, owner, visible)
+    width = expected.shape[1]
+    assert (result[:, width:] == float("-inf")).all()
+    assert torch.equal(result[:, :width].isinf(), expected.isinf())
+    assert relative_error(result[:, :width][~expected.isinf()], expected[~expected.isinf()]) < 1e-3

@@ -154,7 +154,13 @@ def mqa_logits(
 
 
 def paged_mqa_logits(
-    q: Tensor, pages: Tensor, weights: Tensor, visible: Tensor, block_table: Tensor, width: int
+    q: Tensor,
+    pages: Tensor,
+    weights: Tensor,
+    visible: Tensor,
+    block_table: Tensor,
+    width: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`mqa_logits` for n tokens of each sequence over its paged keys: float32 [B * n, width].
 
@@ -171,7 +177,8 @@ def paged_mqa_logits(
     flat = q.flatten(0, 1)
     _check(flat, weights)
     variant = _paged_variant(pages, shape)
-    out = torch.empty(flat.shape[0], width, dtype=torch.float32, device=q.device)
+    if out is None:
+        out = torch.empty(flat.shape[0], width, dtype=torch.float32, device=q.device)
     if sequences == 0 or width == 0:
         return out
     params = _Params(
