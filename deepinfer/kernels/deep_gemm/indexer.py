@@ -14,9 +14,9 @@ from deepinfer.kernels.deep_gemm.mqa_logits import DIM, FP4_PAGES, FP4_ROW, MAX_
 def index_scores(
     iq: Tensor, weights: Tensor, cache: Tensor, block_tables: Tensor, sequence_of_row: Tensor, visible: Tensor
 ) -> Any:
-    """`index_scores` of kernels/reference/indexer.py, as wide as the block tables reach; NotImplemented for other cases.
+    """`index_scores` of kernels/reference/indexer.py, as wide as the block tables reach.
 
-    Covers up to 1,024 rows of 32 heads of 128 in BF16 whose values an FP4 round trip left (E4M3 then holds them
+    NotImplemented for cases that it does not cover. Covers up to 1,024 rows of 32 heads of 128 in BF16 whose values an FP4 round trip left (E4M3 then holds them
     exactly), and pages of 64 or 128 MXFP4 keys.
     """
     rows, heads, dim = iq.shape

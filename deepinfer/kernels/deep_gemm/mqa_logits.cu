@@ -49,9 +49,9 @@ struct Ring {
     }
 };
 
-// Tokens from `token` on times key tiles [first, end); sequence: row of the block table.
+// Tokens from `token` on times key tiles [first, end); sequence: row of the block table; keys: that some token sees.
 struct Work {
-    int token, first, end, sequence;
+    int token, first, end, sequence, keys;
 };
 
 // The pieces of work of this block, in order.
@@ -96,6 +96,7 @@ DEVICE Work seen_part(const Params& p, const Work& work) {
     }
     Work seen = work;
     if (!PAGED) high = min(high, p.keys);
+    seen.keys = high;
     seen.first = max(work.first, min(low, high) / KEYS);
     seen.end = min(work.end, (high + KEYS - 1) / KEYS);
     if (seen.end < seen.first) seen.end = seen.first;
@@ -122,8 +123,8 @@ DEVICE void feed(const Params& p, const TensorMap* query_map, const TensorMap* k
             barrier_expect(arrived, KEY_BYTES + (FP4 ? 0 : KEYS * 4));
 #if PAGED
             const int* table = p.block_table + (long long)work.sequence * p.table_stride;
-            for (int i = 0; i < KEYS / PAGE; i++) {  // past the table's end: the first page of the tile again
-                const int at = tile * (KEYS / PAGE) + i, page = __ldg(table + (at < p.table_stride ? at : at - i));
+            for (int i = 0; i < KEYS / PAGE; i++) {  // past the last key: the first page of the tile again
+                const int at = tile * (KEYS / PAGE) + i, page = __ldg(table + (at * PAGE < seen.keys ? at : at - i));
 #if FP4
                 load_bytes(target + i * PAGE * ROW_BYTES, p.pages + page * p.page_stride, PAGE * ROW_BYTES, arrived);
 #else
