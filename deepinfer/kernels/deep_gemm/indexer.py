@@ -16,8 +16,8 @@ def index_scores(
 ) -> Any:
     """`index_scores` of kernels/reference/indexer.py, as wide as the block tables reach.
 
-    NotImplemented for cases that it does not cover. Covers up to 1,024 rows of 32 heads of 128 in BF16 whose values an FP4 round trip left (E4M3 then holds them
-    exactly), and pages of 64 or 128 MXFP4 keys.
+    Covers up to 1,024 rows of 32 heads of 128 in BF16 whose values an FP4 round trip left (E4M3 then holds them
+    exactly), and pages of 64 or 128 MXFP4 keys; NotImplemented for other cases.
     """
     rows, heads, dim = iq.shape
     entries = cache.shape[1]
