@@ -123,7 +123,9 @@ class DeepseekV41:
         plan = StepMetadata.build if inputs.is_prefill else decode_metadata
         step = plan(inputs, config, self.frequencies, caches.blocks.block_size, self.wide, caches.state.ring_size)
         sharing = Sharing()
-        decoder = None if inputs.keep_from is None else decoder_half(step, config)
+        # Known beforehand where the host knows the lengths: then the decoder layers' part of the plan is not made.
+        ends_early = inputs.drop_rows and inputs.lengths is not None and not inputs.lengths.kept.any()
+        decoder = None if inputs.keep_from is None or ends_early else decoder_half(step, config)
         ngrams = None if self.token_map is None else advance_history(self.token_map, step, caches)
         e = F.embedding(inputs.token_ids, self.embed)
         lazy = HCLazyPostData(e.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous())
@@ -140,12 +142,14 @@ class DeepseekV41:
             self._mark("rest")
             if layer.attention.compressor is not None:
                 layer.attention.compressor.forward(x, step, caches)
+            if ends_early and layer.plan.layer_id == config.num_encoder_layers:
+                break  # no row of this chunk goes on
             if decoder is not None and layer.plan.layer_id == config.num_encoder_layers:
                 rows, step = decoder.rows, decoder.step
                 x, pre, lazy = x[rows], pre[rows], lazy.rows(rows)
                 ngrams = None if ngrams is None else ngrams[rows]
                 if not len(rows):
-                    break  # no row of this chunk goes on
+                    break
             y = layer.attention.forward(x, config, step, caches, sharing, self.quantize_activations)
             self._mark("attention")
             x, p_prev, lazy = hc_enter(lazy.with_output(y), pre, layer.ffn_hc, config)
