@@ -15,36 +15,39 @@ from deepinfer.kernels.reference import indexer  # noqa: F401  (defines the oper
 from deepinfer.kernels.reference.cache_rows import RowFormat
 from deepinfer.kernels.registry import backend
 
-KEYS = 128  # of one program
+KEYS = 128  # of one step
 
 
 @triton.jit
 def _scores(
     iq, weights, cache, tables, owner, visible, out, heads, entries, page_stride, row_stride, table_stride, width,
     dim: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Scores of STEPS times KEYS keys for one row."""
+    DTYPE: tl.constexpr = iq.dtype.element_ty
     row = tl.program_id(1).to(tl.int64)
-    position = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    seen = tl.load(visible + row)
-    score = tl.full((KEYS,), float("-inf"), tl.float32)
-    if tl.program_id(0) * KEYS < seen:
-        DTYPE: tl.constexpr = iq.dtype.element_ty
-        alive = (position < seen) & (position < width)
-        table = tables + tl.load(owner + row).to(tl.int64) * table_stride
-        page = tl.load(table + position // entries, mask=alive, other=0).to(tl.int64)
-        base = cache + page * page_stride + (position % entries) * row_stride
-        base = tl.multiple_of(base, ALIGN)
-        keys = load_cache_rows(base, alive, dim, KIND, KEYS, DIM, DTYPE)
-        head = tl.arange(0, HEADS)
-        at = tl.arange(0, DIM)
-        source = iq + (row * heads + head[None, :]) * dim + at[:, None]
-        q = tl.load(source, mask=(head < heads)[None, :] & (at < dim)[:, None], other=0.0)
-        dots = tl.dot(keys, q, input_precision=PRECISION)
-        weight = tl.load(weights + row * heads + head, mask=head < heads, other=0.0).to(tl.float32)
-        dots = tl.where(dots < 0, 0.0, dots)
-        score = tl.where(alive, tl.sum(dots * weight[None, :], axis=1), float("-inf"))
-    tl.store(out + row * width + position, score, mask=position < width)
+    seen = tl.minimum(tl.load(visible + row), width)
+    begin = tl.program_id(0) * (KEYS * STEPS)
+    table = tables + tl.load(owner + row).to(tl.int64) * table_stride
+    head = tl.arange(0, HEADS)
+    at = tl.arange(0, DIM)
+    inside = (head < heads)[None, :] & (at < dim)[:, None] & (begin < seen)
+    q = tl.load(iq + (row * heads + head[None, :]) * dim + at[:, None], mask=inside, other=0.0)
+    weight = tl.load(weights + row * heads + head, mask=head < heads, other=0.0).to(tl.float32)
+    for step in range(STEPS):
+        position = begin + step * KEYS + tl.arange(0, KEYS)
+        score = tl.full((KEYS,), float("-inf"), tl.float32)
+        if begin + step * KEYS < seen:
+            alive = position < seen
+            page = tl.load(table + position // entries, mask=alive, other=0).to(tl.int64)
+            base = cache + page * page_stride + (position % entries) * row_stride
+            base = tl.multiple_of(base, ALIGN)
+            keys = load_cache_rows(base, alive, dim, KIND, KEYS, DIM, DTYPE)
+            dots = tl.dot(keys, q, input_precision=PRECISION)
+            dots = tl.where(dots < 0, 0.0, dots)
+            score = tl.where(alive, tl.sum(dots * weight[None, :], axis=1), float("-inf"))
+        tl.store(out + row * width + position, score, mask=position < width)
 
 
 @backend("index_scores", "cuda")
@@ -59,11 +62,13 @@ def index_scores(
     entries = cache.shape[1]
     width = block_tables.shape[1] * entries
     out = torch.empty(n, width, dtype=torch.float32, device=iq.device)
-    _scores[(triton.cdiv(width, KEYS), n)](
+    steps = 4 if n * width >= 1 << 20 else 1  # one query for more keys, where there are programs enough
+    _scores[(triton.cdiv(width, KEYS * steps), n)](
         iq.contiguous(), weights.contiguous(), cache, block_tables.contiguous(), sequence_of_row.contiguous(),
         visible.contiguous(), out, heads, entries, cache.stride(0), cache.stride(1), block_tables.shape[1], width,
         dim=dim, KIND=kind, ALIGN=alignment(cache), HEADS=max(triton.next_power_of_2(heads), 16),
-        DIM=max(triton.next_power_of_2(dim), 32), KEYS=KEYS, PRECISION="ieee" if iq.dtype is torch.float32 else "tf32",
+        DIM=max(triton.next_power_of_2(dim), 32), KEYS=KEYS, STEPS=steps,
+        PRECISION="ieee" if iq.dtype is torch.float32 else "tf32",
     )  # fmt: skip
     return out
 
