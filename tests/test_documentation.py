@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deepinfer"
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 README = (ROOT / "README.md").read_text()
+SERVER = (ROOT / "docs" / "server.md").read_text()
 NANO = PACKAGE / "checkpoints" / "nano"
 
 
@@ -28,11 +29,11 @@ def test_every_package_has_its_line() -> None:
 
 
 def test_every_file_that_is_named_exists() -> None:
-    for document in (ARCHITECTURE, README):
+    for document in (ARCHITECTURE, README, SERVER):
         for name in re.findall(r"`((?:[a-z0-9_]+/)+[a-z0-9_]*(?:\.py)?|[a-z0-9_]+\.py)`", document):
             assert (PACKAGE / name).exists() or (ROOT / name).exists(), name
         for link in re.findall(r"\]\(([\w/.]+)\)", document):
-            assert (ROOT / link).exists(), link
+            assert (ROOT / link).exists() or (ROOT / "docs" / link).exists(), link
 
 
 def test_the_table_of_commands_is_complete() -> None:
@@ -51,7 +52,7 @@ def test_the_table_of_routes_is_complete() -> None:
         for module in ROUTERS
         for route in module.router.routes
     }
-    table = README[README.index("| Route |") :]
+    table = SERVER[SERVER.index("| Route |") :]
     rows = "\n".join(line.split("|")[1] for line in table[: table.index("\n\n")].splitlines())
     assert set(re.findall(r"(/[\w/{}]+)", rows)) == paths
 
