@@ -24,6 +24,7 @@ from deepinfer.models.layers.decode_step import decode_metadata
 from deepinfer.models.layers.engram import BOUNDARY, Engram, EngramHash, advance_history
 from deepinfer.models.layers.hyper_connection import HCLazyPostData, HyperConnection, hc_enter
 from deepinfer.models.layers.indexer import Indexer, Sharing
+from deepinfer.models.layers.linear import wide_linear, widened
 from deepinfer.models.layers.moe import Experts, MoE, StoredExperts
 from deepinfer.models.layers.rope import rope_frequencies
 from deepinfer.models.layers.step import StepMetadata
@@ -77,7 +78,7 @@ class DeepseekV41:
         self.norm = weights.pop("norm.weight")
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
-        self.head = weights.pop("head.weight").to(self.wide)
+        self.head = widened(weights.pop("head.weight"))
         self.frequencies = {kind: rope_frequencies(config, kind).to(self.device) for kind in (False, True)}
         self.token_map = None if token_map is None else token_map.to(self.device, torch.int64)
         if self.token_map is not None and config.image_token_id >= 0:
@@ -170,7 +171,7 @@ class DeepseekV41:
     def _logits(self, lazy: HCLazyPostData, p_prev: Tensor) -> Tensor:
         h = lazy.materialize().to(self.wide)
         y = ops.rms_norm((p_prev.unsqueeze(-1) * h).sum(1).to(self.dtype), self.norm, self.config.rms_norm_eps)
-        return ops.linear(y.to(self.wide), self.head)
+        return wide_linear(y, self.head)
 
 
 def build_layer(
@@ -204,7 +205,7 @@ def build_layer(
     if plan.is_kv_source:
         wkv = take("attn.compressor.wkv.weight")
         if plan.compress_ratio > 1:
-            wkv = torch.cat((wkv, take("attn.compressor.wgate.weight"))).to(wide)
+            wkv = widened(torch.cat((wkv, take("attn.compressor.wgate.weight"))))
         compressor = Compressor(
             plan.layer_id,
             plan.compress_ratio,
@@ -239,7 +240,7 @@ def build_layer(
         w13_scale = torch.cat((w1.scale, w3.scale), dim=1)
         experts = StoredExperts(torch.cat((w1.values, w3.values), dim=1), w13_scale, w2.values, w2.scale)
     ffn = MoE(
-        take("ffn.gate.weight").to(wide),
+        widened(take("ffn.gate.weight")),
         take("ffn.gate.bias").to(wide),
         take("ffn.gate.bias_vl").to(wide),
         experts,

@@ -9,6 +9,7 @@ from torch import Tensor
 from deepinfer.kernels import ops
 from deepinfer.kernels.ops import RowFormat
 from deepinfer.models.caches import Caches
+from deepinfer.models.layers.linear import wide_linear
 from deepinfer.models.layers.step import StepMetadata
 
 
@@ -18,7 +19,7 @@ class Compressor:
 
     layer_id: int
     ratio: int
-    wkv: Tensor  # [d, D], or [2d, D] = [wkv | wgate] for ratio above 1, at least float32
+    wkv: Tensor  # [d, D], or [2d, D] = [wkv | wgate] for ratio above 1, widened
     norm: Tensor  # [d]
     index_wk: Tensor  # [di, d]
     index_k_norm: Tensor  # [di]
@@ -43,6 +44,6 @@ class Compressor:
         """Softmax-weighted mean over the tokens of each group, in at least float32; open groups go to the carry."""
         plan = step.compression[self.ratio]
         carry = caches.state.carry[self.layer_id]  # [slots, ratio, 2, d]
-        ab = ops.linear(y.to(self.wkv.dtype), self.wkv).unflatten(-1, (2, -1))  # [N, 2, d]
+        ab = wide_linear(y, self.wkv).unflatten(-1, (2, -1))  # [N, 2, d]
         pending = plan.pending_rows, plan.pending_slots, plan.pending_offsets
         return ops.pool_groups(ab, carry, step.state_slots, plan.members, *pending).to(y.dtype)

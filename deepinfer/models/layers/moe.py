@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.kernels import ops
-from deepinfer.models.layers.linear import quantized_linear
+from deepinfer.models.layers.linear import quantized_linear, wide_linear
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StoredExperts:
 class MoE:
     """Weights of one layer's feed-forward."""
 
-    gate: Tensor  # [E, D], at least float32
+    gate: Tensor  # [E, D], widened
     gate_bias: Tensor  # [E], steers the choice of text tokens
     gate_bias_vl: Tensor  # [E], the same for every position of an image span
     experts: Experts | StoredExperts
@@ -60,8 +60,7 @@ class MoE:
 
         The chosen experts, int32 [N, k], are appended to `chosen_experts`.
         """
-        wide = torch.promote_types(y.dtype, torch.float32)
-        logits = ops.linear(y.to(wide), self.gate)
+        logits = wide_linear(y, self.gate)
         bias = self.gate_bias
         if config.image_token_id >= 0:  # every position of an image span carries this id
             bias = torch.where((token_ids == config.image_token_id).unsqueeze(1), self.gate_bias_vl, bias)
