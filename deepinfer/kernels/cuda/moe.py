@@ -16,9 +16,21 @@ from torch import Tensor
 from deepinfer.kernels.cuda.basic import gated
 from deepinfer.kernels.cuda.cache_rows import round_fp8
 from deepinfer.kernels.cuda.common import covered
-from deepinfer.kernels.cuda.formats import FP8, e4m3_byte, e4m3_value, group_scale, load_packed, over_scale, widen
+from deepinfer.kernels.cuda.formats import (
+    FP8,
+    INTERPRETED,
+    e4m3_byte,
+    e4m3_value,
+    group_scale,
+    load_packed,
+    over_scale,
+    spread,
+    widen,
+)
 from deepinfer.kernels.reference import moe  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
+
+TWO_63 = tl.constexpr(2.0**63)
 
 
 @triton.jit
@@ -110,9 +122,24 @@ def _route(
 
 
 @triton.jit
-def _load_weights(w, scale, row, alive, start, dim: tl.constexpr, FP4: tl.constexpr, DEPTH: tl.constexpr):
+def _load_weights(
+    w, scale, row, alive, start, dim: tl.constexpr, FP4: tl.constexpr, DEPTH: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
     """[rows, DEPTH] of a weight matrix with `dim` columns, rows int64, columns from start on; as stored."""
-    if FP4:
+    if FP4 and DTYPE == tl.bfloat16 and not INTERPRETED:  # eight values a word
+        word = start // 8 + tl.arange(0, DEPTH // 8)
+        group = start // 32 + tl.arange(0, DEPTH // 32)
+        source = w.to(tl.pointer_type(tl.int32)) + row[:, None] * (dim // 8) + word[None, :]
+        if dim % DEPTH == 0:
+            inside, inside_group = alive[:, None], alive[:, None]
+        else:
+            inside, inside_group = (
+                alive[:, None] & (word < dim // 8)[None, :],
+                alive[:, None] & (group < dim // 32)[None, :],
+            )
+        values = tl.load(source, mask=inside, other=0)
+        scales = tl.load(scale + row[:, None] * (dim // 32) + group[None, :], mask=inside_group, other=0)
+    elif FP4:
         values, scales = load_packed(w + row * (dim // 2), scale + row * (dim // 32), alive, start, dim, 32, DEPTH)
     else:
         at = start + tl.arange(0, DEPTH)
@@ -120,6 +147,64 @@ def _load_weights(w, scale, row, alive, start, dim: tl.constexpr, FP4: tl.conste
         values = tl.load(w + row[:, None] * dim + at[None, :], mask=inside, other=0.0)
         scales = values
     return values, scales
+
+
+@triton.jit
+def _widen_words(words, byte, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """BF16 [ROWS, DEPTH] of E2M1 words and E8M0 bytes, times 2^-63.
+
+    A code's bits in those of a BF16 number are its value times 2^-126. The scale makes up for half of that only, so
+    that it stays in the range of BF16 (for scales from 2^-60 to 2^64); TWO_63 makes up for the rest.
+    """
+    half = tl.where(byte < 192, (byte.to(tl.int32) + 63) << 7, 0x7FC0)
+    scale = spread(half | (half << 16), ROWS, DEPTH // 32, 4)
+    v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 byte, twice, bits, sign;
+        bfe.u32 byte, $8, 0, 8;
+        mul.lo.u32 twice, byte, 0x1001;
+        shl.b32 bits, twice, 6;
+        and.b32 bits, bits, 0x01C001C0;
+        shl.b32 sign, twice, 12;
+        and.b32 sign, sign, 0x80008000;
+        or.b32 bits, bits, sign;
+        mul.bf16x2 bits, bits, $9;
+        mov.b32 {$0, $1}, bits;
+        bfe.u32 byte, $8, 8, 8;
+        mul.lo.u32 twice, byte, 0x1001;
+        shl.b32 bits, twice, 6;
+        and.b32 bits, bits, 0x01C001C0;
+        shl.b32 sign, twice, 12;
+        and.b32 sign, sign, 0x80008000;
+        or.b32 bits, bits, sign;
+        mul.bf16x2 bits, bits, $9;
+        mov.b32 {$2, $3}, bits;
+        bfe.u32 byte, $8, 16, 8;
+        mul.lo.u32 twice, byte, 0x1001;
+        shl.b32 bits, twice, 6;
+        and.b32 bits, bits, 0x01C001C0;
+        shl.b32 sign, twice, 12;
+        and.b32 sign, sign, 0x80008000;
+        or.b32 bits, bits, sign;
+        mul.bf16x2 bits, bits, $9;
+        mov.b32 {$4, $5}, bits;
+        bfe.u32 byte, $8, 24, 8;
+        mul.lo.u32 twice, byte, 0x1001;
+        shl.b32 bits, twice, 6;
+        and.b32 bits, bits, 0x01C001C0;
+        shl.b32 sign, twice, 12;
+        and.b32 sign, sign, 0x80008000;
+        or.b32 bits, bits, sign;
+        mul.bf16x2 bits, bits, $9;
+        mov.b32 {$6, $7}, bits;
+        }""",
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, scale],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.reshape(tl.join(even, odd), (ROWS, DEPTH))
 
 
 @triton.jit
@@ -133,7 +218,9 @@ def _load_rows(x, row, alive, start, dim: tl.constexpr, DEPTH: tl.constexpr):
 def _add_product(
     total, values, scales, x, FP4: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    if FP4:
+    if FP4 and x.dtype == tl.bfloat16 and not INTERPRETED:
+        values = _widen_words(values, scales, COLUMNS, DEPTH)
+    elif FP4:
         values = widen(values, scales, 32, COLUMNS, DEPTH, x.dtype)
     return tl.dot(values, x, total, input_precision=PRECISION)
 
@@ -161,18 +248,20 @@ def _gate_up(
         first = expert * 2 * inner + column
         row = row * x_stride
         # What the next step multiplies is on its way while this one does.
-        w1, scale1 = _load_weights(w, scale, first, inside, 0, dim, FP4, DEPTH)
-        w3, scale3 = _load_weights(w, scale, first + inner, inside, 0, dim, FP4, DEPTH)
+        w1, scale1 = _load_weights(w, scale, first, inside, 0, dim, FP4, DEPTH, DTYPE)
+        w3, scale3 = _load_weights(w, scale, first + inner, inside, 0, dim, FP4, DEPTH, DTYPE)
         value = _load_rows(x, row, alive, 0, dim, DEPTH)
         for start in range(DEPTH, dim + DEPTH, DEPTH):
             start = tl.multiple_of(start, DEPTH)
             ahead = inside & (start < dim)
-            next_w1, next_scale1 = _load_weights(w, scale, first, ahead, start, dim, FP4, DEPTH)
-            next_w3, next_scale3 = _load_weights(w, scale, first + inner, ahead, start, dim, FP4, DEPTH)
+            next_w1, next_scale1 = _load_weights(w, scale, first, ahead, start, dim, FP4, DEPTH, DTYPE)
+            next_w3, next_scale3 = _load_weights(w, scale, first + inner, ahead, start, dim, FP4, DEPTH, DTYPE)
             next_value = _load_rows(x, row, alive, start, dim, DEPTH)
             g = _add_product(g, w1, scale1, value, FP4, COLUMNS, DEPTH, PRECISION)
             u = _add_product(u, w3, scale3, value, FP4, COLUMNS, DEPTH, PRECISION)
             w1, scale1, w3, scale3, value = next_w1, next_scale1, next_w3, next_scale3, next_value
+        if FP4 and DTYPE == tl.bfloat16 and not INTERPRETED:
+            g, u = g * TWO_63, u * TWO_63
         gate = tl.load(gates + pair, mask=alive, other=0.0)
         result = gate[None, :] * gated(g.to(DTYPE).to(tl.float32), u.to(DTYPE).to(tl.float32), limit)
         result = result.to(DTYPE)
@@ -203,15 +292,17 @@ def _down(
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
         row = place.to(tl.int64) * inner
         first = expert * dim + column
-        w2, scale2 = _load_weights(w, scale, first, inside, 0, inner, FP4, DEPTH)
+        w2, scale2 = _load_weights(w, scale, first, inside, 0, inner, FP4, DEPTH, DTYPE)
         value = _load_rows(z, row, alive, 0, inner, DEPTH)
         for start in range(DEPTH, inner + DEPTH, DEPTH):
             start = tl.multiple_of(start, DEPTH)
             ahead = inside & (start < inner)
-            next_w2, next_scale2 = _load_weights(w, scale, first, ahead, start, inner, FP4, DEPTH)
+            next_w2, next_scale2 = _load_weights(w, scale, first, ahead, start, inner, FP4, DEPTH, DTYPE)
             next_value = _load_rows(z, row, alive, start, inner, DEPTH)
             total = _add_product(total, w2, scale2, value, FP4, COLUMNS, DEPTH, PRECISION)
             w2, scale2, value = next_w2, next_scale2, next_value
+        if FP4 and DTYPE == tl.bfloat16 and not INTERPRETED:
+            total = total * TWO_63
         target = out + pair[None, :] * dim + column[:, None]
         tl.store(target, total.to(DTYPE), mask=inside[:, None] & alive[None, :])
 
