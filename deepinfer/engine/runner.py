@@ -188,7 +188,8 @@ class ModelRunner:
         else:
             logits = self.graphs.run(inputs)
             chosen = self._chosen_experts[self.graphs.shape_of(*inputs.block_tables.shape)]
-        self._expert_counts.offer(chosen, len(inputs.token_ids), self.model.config.n_routed_experts)
+        config = self.model.config
+        self._expert_counts.offer(chosen, len(inputs.token_ids), config.num_hidden_layers, config.n_routed_experts)
         return logits
 
     @property

@@ -29,17 +29,20 @@ class ExpertCounts:
         self._counts: Tensor | None = None  # on its way to the host
         self._arrived: torch.cuda.Event | None = None  # None: it is there
 
-    def offer(self, chosen: Sequence[Tensor], num_rows: int, num_experts: int) -> None:
+    def offer(self, chosen: Sequence[Tensor], num_rows: int, num_layers: int, num_experts: int) -> None:
         """Call behind every launched step. Counts it if a sample is due and the last one has been taken.
 
         Args:
             chosen: int [N, k] experts of each row, for every layer; N >= num_rows, rows behind are padding. A step
-                whose layers see different rows (YoCo truncation) is not counted.
+                whose layers see different rows, or do not all run (YoCo truncation), is not counted.
             num_rows: rows of the step.
+            num_layers: of the model.
             num_experts: routed experts of a layer.
         """
         now = self._clock()
-        if self._counts is not None or now < self._due or len({len(rows) for rows in chosen}) != 1:
+        if self._counts is not None or now < self._due:
+            return
+        if len(chosen) != num_layers or len({len(rows) for rows in chosen}) != 1:
             return
         self._due = now + self.interval
         picked = torch.stack(list(chosen))[:, :num_rows].flatten(1).long()  # [layers, num_rows * k]

@@ -38,7 +38,7 @@ def count(chosen: list[torch.Tensor], num_rows: int, num_experts: int) -> list[l
 def test_a_sample_leaves_padding_out_and_is_given_once() -> None:
     samples, chosen = ExpertCounts(clock=Clock()), routing(7)
     assert samples.take() is None
-    samples.offer(chosen, 5, 8)
+    samples.offer(chosen, 5, 3, 8)
     counts = samples.take()
     assert counts is not None and counts.tolist() == count(chosen, 5, 8) and counts.sum() == 3 * 5 * 2
     assert samples.take() is None
@@ -51,7 +51,7 @@ def test_samples_are_as_far_apart_as_asked_and_wait_to_be_taken() -> None:
     taken = []
     for now, chosen in steps.items():
         clock.now = now
-        samples.offer(chosen, 4, 8)
+        samples.offer(chosen, 4, 3, 8)
         if now != 12.5:  # what nobody takes is not replaced
             counts = samples.take()
             taken.append(None if counts is None else counts.tolist())
@@ -60,9 +60,29 @@ def test_samples_are_as_far_apart_as_asked_and_wait_to_be_taken() -> None:
 
 def test_a_step_whose_layers_see_different_rows_is_not_counted() -> None:
     samples = ExpertCounts(clock=Clock())
-    samples.offer([*routing(4), *routing(2)], 4, 8)
-    samples.offer([], 4, 8)
+    samples.offer([*routing(4), *routing(2)], 4, 6, 8)
+    samples.offer(routing(4), 4, 6, 8)  # half of the layers
+    samples.offer([], 4, 3, 8)
     assert samples.take() is None
+
+
+def test_a_record_over_truncated_prefill_has_every_layer() -> None:
+    """Chunks of which no row reaches the decoder layers are left out; the steps behind them are counted."""
+    model = benchmark_model("", "cpu", "v41-small", 6)
+    config = EngineConfig(
+        max_num_seqs=2, max_model_len=512, watermark=0.0, prefill_chunk_size=64,
+        yoco_prefill_truncation_mode="compact", yoco_prefill_keep_tokens=sum(model.yoco_window or ()),
+    )  # fmt: skip
+    engine = benchmark_engine(model, config)
+    engine.runner._expert_counts.interval = 0  # type: ignore[attr-defined]
+    record = engine.observer.stats.experts
+    record.start()
+    add_requests(engine, 1, 400, 5)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert record.counts is not None and len(record.counts) == 6
+    tokens = record.counts.sum(1) / model.config.num_experts_per_tok
+    assert len(set(tokens)) == 1 and tokens[0] >= 4  # the four decode steps at least, the same in every layer
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -92,12 +112,12 @@ def test_the_engine_counts_the_steps_of_its_model(padded: bool) -> None:
 def test_a_sample_on_a_gpu_arrives_without_a_wait() -> None:
     clock = Clock()
     samples, chosen = ExpertCounts(clock=clock), [rows.cuda() for rows in routing(64)]
-    samples.offer(chosen, 64, 8)  # loads kernels
+    samples.offer(chosen, 64, 3, 8)  # loads kernels
     torch.cuda.synchronize()
     samples.take()
     clock.now += 1
     torch.cuda._sleep(200_000_000)  # about 0.1 s of a busy device
-    samples.offer(chosen, 64, 8)
+    samples.offer(chosen, 64, 3, 8)
     assert samples.take() is None
     torch.cuda.synchronize()
     counts = samples.take()
