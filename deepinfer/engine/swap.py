@@ -19,6 +19,8 @@ from torch import Tensor
 from deepinfer.engine.block_manager import AllocStatus, BlockManager
 from deepinfer.engine.sequence import Sequence as TokenSequence
 
+STAGED_BLOCKS = 256  # most blocks that are gathered on the device at once: a long sequence may not exhaust its memory
+
 
 @dataclass
 class CacheRows:
@@ -68,9 +70,9 @@ def copy_sequence(
     One block table may be longer by a block for the next token, which has no content yet.
     """
     num_blocks = min(len(source_blocks), len(target_blocks)) if source.blocks else 0
-    if num_blocks:
-        blocks = _gather(source.blocks, list(source_blocks[:num_blocks]))
-        _scatter(blocks.to(target.device), target.blocks, list(target_blocks[:num_blocks]))
+    for part in _parts(num_blocks):
+        blocks = _gather(source.blocks, list(source_blocks[part]))
+        _scatter(blocks.to(target.device), target.blocks, list(target_blocks[part]))
     _scatter(_gather(source.slots, [source_slot]).to(target.device), target.slots, [target_slot])
 
 
@@ -112,8 +114,8 @@ class HostSwap:
         if seq.num_computed == 0 or self.blocks.can_allocate(needed) is not AllocStatus.OK:
             return False
         seq.host_blocks.extend(self.blocks.allocate(needed))
-        if num_blocks:
-            self._to_host(_gather(self.rows.blocks, list(seq.block_table[:num_blocks])), seq.host_blocks[:num_blocks])
+        for part in _parts(num_blocks):
+            self._to_host(_gather(self.rows.blocks, list(seq.block_table[part])), seq.host_blocks[part])
         state = _gather(self.rows.slots, [seq.state_slot])
         padded = state.new_zeros(self.rows_of_state * self.row_bytes)
         padded[: state.shape[1]] = state[0]
@@ -124,9 +126,8 @@ class HostSwap:
     def swap_in(self, seq: TokenSequence) -> None:
         """Copy the sequence's cache back, into the blocks and the slot that it holds now."""
         num_blocks = self._num_blocks(seq)
-        if num_blocks:
-            blocks = self._to_device(seq.host_blocks[:num_blocks])
-            _scatter(blocks, self.rows.blocks, list(seq.block_table[:num_blocks]))
+        for part in _parts(num_blocks):
+            _scatter(self._to_device(seq.host_blocks[part]), self.rows.blocks, list(seq.block_table[part]))
         state = self._to_device(seq.host_blocks[num_blocks:]).view(1, -1)[:, : self.rows.slot_bytes]
         _scatter(state, self.rows.slots, [seq.state_slot])
         self.drop(seq)
@@ -180,6 +181,12 @@ def _index(ids: list[int], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return index
     return index.pin_memory().to(device, non_blocking=True)
+
+
+def _parts(num_blocks: int) -> Iterator[slice]:
+    """[0, num_blocks) in parts that are staged one after the other."""
+    for start in range(0, num_blocks, STAGED_BLOCKS):
+        yield slice(start, min(start + STAGED_BLOCKS, num_blocks))
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

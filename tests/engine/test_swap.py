@@ -17,7 +17,7 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.sequence import Sequence
-from deepinfer.engine.swap import CacheRows, HostSwap
+from deepinfer.engine.swap import STAGED_BLOCKS, CacheRows, HostSwap, copy_sequence
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.random_weights import random_weights
 from deepinfer.outputs import RequestMetrics, RequestOutput
@@ -80,6 +80,23 @@ def test_a_sequence_comes_back_into_other_blocks_byte_for_byte(
         assert (tensor[others] == 255).all()
     for tensor, state in zip(rows.slots, want_slots, strict=True):
         assert torch.equal(tensor[3], state) and (tensor[[0, 1, 2, 4]] == 255).all()
+
+
+def test_a_long_sequence_is_moved_part_by_part() -> None:
+    """More blocks than are staged at once, out and in, and from one engine's caches to another's."""
+    num_blocks = 2 * STAGED_BLOCKS + 3
+    rows, target = random_rows(2 * num_blocks + 1, 3, [5, 8], [7]), random_rows(num_blocks + 1, 2, [5, 8], [7])
+    order = (torch.randperm(2 * num_blocks, generator=torch.Generator().manual_seed(2)) + 1).tolist()
+    before, after = order[:num_blocks], order[num_blocks:]
+    want = [tensor[before].clone() for tensor in rows.blocks]
+    there = list(range(num_blocks, 0, -1))
+    copy_sequence(rows, before, 1, target, there, 1)
+    swap, seq = HostSwap(rows, BLOCK_SIZE, 13 * (num_blocks + 1)), make_sequence(BLOCK_SIZE * num_blocks, before, 1)
+    assert swap.swap_out(seq)
+    seq.block_table = array("i", after)
+    swap.swap_in(seq)
+    for moved, copied, expected in zip(rows.blocks, target.blocks, want, strict=True):
+        assert torch.equal(moved[after], expected) and torch.equal(copied[there], expected)
 
 
 @pytest.mark.gpu
