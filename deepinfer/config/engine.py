@@ -17,6 +17,7 @@ DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 DEFAULT_CACHE_BYTES = 2 << 30
 INT32_MAX = 2**31 - 1  # counts of blocks, sequences and tokens are int32 on the device
 INT64_MAX = 2**63 - 1
+MAX_STEP_MS = 1e9  # far beyond any step; the cost model's arithmetic stays finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,9 @@ class EngineConfig:
         cache_memory_bytes: memory for the block cache in bytes; None is the smaller of 2 GiB and what
             max_num_seqs sequences of full length can use.
         max_num_seqs: most sequences holding cache at once (= state slots without the null slot).
-        max_num_batched_tokens: most tokens in one prefill step.
-        prefill_chunk_size: most tokens of one sequence in one prefill step.
+        max_num_batched_tokens: most tokens in one prefill step; None: 2,048, on a GPU 4,096.
+        prefill_chunk_size: most tokens of one sequence in one prefill step; None: 512, on a GPU 2,048, which has too
+            little to do with fewer. The indexer's scores take 4 bytes for each of them and each position before.
         max_model_len: most tokens (prompt + output) of a sequence; None takes the model's own limit.
         watermark: share of the blocks kept free when a new sequence is admitted beside running ones,
             so that those can grow before anything is preempted.
@@ -58,7 +60,6 @@ class EngineConfig:
         zero_overhead_scheduling: schedule and launch a step before the tokens of the last one are read; None: where the
             device runs beside the host (on a CPU there is nothing to hide, and tokens would come a step later), if
             the engine decodes in turn with prompts ("normal" and "completion").
-
         cuda_graphs: pad decode steps to a ladder of shapes and capture each as a CUDA graph; None: on a GPU, if its
             kernels can be captured. On a CPU the padded steps run as they are: for tests.
         cudagraph_batch_size_interval: distance between the captured batch sizes above the first powers of two.
@@ -74,8 +75,8 @@ class EngineConfig:
     num_blocks: int | None = None
     cache_memory_bytes: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    prefill_chunk_size: int = 512
+    max_num_batched_tokens: int | None = None
+    prefill_chunk_size: int | None = None
     max_model_len: int | None = None
     watermark: float = 0.01
     kv_cache_dtype: str = "auto"
@@ -110,13 +111,23 @@ class EngineConfig:
             return self.zero_overhead_scheduling
         return self.device != "cpu" and self.kind in ("normal", "completion")
 
+    @property
+    def step_tokens(self) -> int:
+        """What max_num_batched_tokens comes to on this device."""
+        return self.max_num_batched_tokens or (2048 if self.device == "cpu" else 4096)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """What prefill_chunk_size comes to on this device."""
+        return self.prefill_chunk_size or (512 if self.device == "cpu" else 2048)
+
     def __post_init__(self) -> None:
         minimum = {"block_size": 1, "num_blocks": 2, "cache_memory_bytes": 1, "max_num_seqs": 1,
                    "max_num_batched_tokens": 1, "prefill_chunk_size": 1, "max_model_len": 2, "seed": 0,
                    "yoco_prefill_keep_tokens": 1, "max_backtracking_tokens": 1,
                    "cudagraph_batch_size_interval": 1, "swap_memory_bytes": 1}  # fmt: skip
-        optional = ("num_blocks", "cache_memory_bytes", "max_model_len", "seed", "yoco_prefill_keep_tokens",
-                    "max_backtracking_tokens")  # fmt: skip
+        optional = ("num_blocks", "cache_memory_bytes", "max_num_batched_tokens", "prefill_chunk_size", "max_model_len",
+                    "seed", "yoco_prefill_keep_tokens", "max_backtracking_tokens")  # fmt: skip
         for name, low in minimum.items():
             value = getattr(self, name)
             if value is None and name in optional:
@@ -125,39 +136,38 @@ class EngineConfig:
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name} must be an integer >= {low} and <= {high}, got {shown(value)}")
         if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
-            raise ValueError(f"watermark must be a number in [0, 1), got {self.watermark!r}")
+            raise ValueError(f"watermark must be a number in [0, 1), got {shown(self.watermark)}")
         if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark must be a number in [0, 1), got {self.watermark!r}")
+            raise ValueError(f"watermark must be a number in [0, 1), got {shown(self.watermark)}")
         step_ms = self.prefill_step_ms
         is_number = isinstance(step_ms, int | float) and not isinstance(step_ms, bool)
-        if step_ms is not None and not (is_number and 0 < step_ms < math.inf):
-            raise ValueError(f"prefill_step_ms must be a number > 0 or null, got {step_ms!r}")
+        if step_ms is not None and not (is_number and 0 < step_ms <= MAX_STEP_MS):
+            allowed = f"a number > 0 and <= {MAX_STEP_MS:g}, or null"
+            raise ValueError(f"prefill_step_ms must be {allowed}, got {shown(step_ms)}")
         if self.kind not in ENGINE_KINDS:
-            raise ValueError(f"kind must be one of {', '.join(ENGINE_KINDS)}, got {self.kind!r}")
+            raise ValueError(f"kind must be one of {', '.join(ENGINE_KINDS)}, got {shown(self.kind)}")
         if self.preemption_mode not in PREEMPTION_MODES:
             allowed = ", ".join(PREEMPTION_MODES)
-            raise ValueError(f"preemption_mode must be one of {allowed}, got {self.preemption_mode!r}")
+            raise ValueError(f"preemption_mode must be one of {allowed}, got {shown(self.preemption_mode)}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}")
+            allowed = ", ".join(KV_CACHE_DTYPES)
+            raise ValueError(f"kv_cache_dtype must be one of {allowed}, got {shown(self.kv_cache_dtype)}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
-            raise ValueError(f"device must be cpu, cuda or cuda:N, got {self.device!r}")
+            raise ValueError(f"device must be cpu, cuda or cuda:N, got {shown(self.device)}")
         if not isinstance(self.quantize_activations, bool):
-            raise ValueError(f"quantize_activations must be true or false, got {self.quantize_activations!r}")
-        if self.zero_overhead_scheduling not in (None, True, False):
-            raise ValueError(
-                f"zero_overhead_scheduling must be true, false or null, got {self.zero_overhead_scheduling!r}"
-            )
-        if self.cuda_graphs not in (None, True, False):
-            raise ValueError(f"cuda_graphs must be true, false or null, got {self.cuda_graphs!r}")
+            raise ValueError(f"quantize_activations must be true or false, got {shown(self.quantize_activations)}")
+        for name in ("zero_overhead_scheduling", "cuda_graphs"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"{name} must be true, false or null, got {shown(value)}")
         if not isinstance(self.torch_compile, bool):
-            raise ValueError(f"torch_compile must be true or false, got {self.torch_compile!r}")
+            raise ValueError(f"torch_compile must be true or false, got {shown(self.torch_compile)}")
         if self.yoco_prefill_truncation_mode not in YOCO_MODES:
             allowed = ", ".join(YOCO_MODES)
-            raise ValueError(
-                f"yoco_prefill_truncation_mode must be one of {allowed}, got {self.yoco_prefill_truncation_mode!r}"
-            )
+            got = shown(self.yoco_prefill_truncation_mode)
+            raise ValueError(f"yoco_prefill_truncation_mode must be one of {allowed}, got {got}")
 
     def resolve_num_blocks(self, bytes_per_block: int, max_model_len: int) -> int:
         """Number of blocks, null block included, for a model whose block takes bytes_per_block in all layers.

@@ -112,16 +112,9 @@ class Engine:
         spans = image_spans(request.prompt_token_ids, getattr(self.runner, "image_token_id", -1))
         for index in range(params.n):
             seq = Sequence(
-                request_id,
-                index,
-                self._num_arrived,
-                prompt_token_ids,
-                params,
-                completion_seed(seed, index),
-                metrics,
-                self.max_model_len,
-                spans,
-            )
+                request_id, index, self._num_arrived, prompt_token_ids, params, completion_seed(seed, index), metrics,
+                self.max_model_len, spans,
+            )  # fmt: skip
             self._num_arrived += 1
             request.sequences.append(seq)
             self.scheduler.add(seq)
@@ -331,6 +324,7 @@ class Engine:
         self.requests.pop(request_id).metrics.finished_time = now
         self._deadlines.remove(request_id)
         if not self.requests:
+            self._in_flight = None  # nobody waits for its tokens, and its time would include the engine's idle time
             self._observe(self.observer.work_ended)
 
     def _record_scheduled(self, batch: ScheduledBatch) -> None:

@@ -1,6 +1,7 @@
 """Requests from arrival to end: validation, stop conditions, fairness, failures, and seeds across batches."""
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -296,6 +297,30 @@ def test_an_overlapped_step_is_launched_before_the_tokens_of_the_last_one_are_re
         news.append(sum(len(c.token_ids) for output in outputs for c in output.outputs))
     # One prompt step and three decode steps; the fifth call only reads: the length limit is known before the token.
     assert launched == [1, 2, 3, 4, 4] and news == [0, 1, 1, 1, 1]
+
+
+def test_a_step_in_flight_is_forgotten_when_nobody_is_left() -> None:
+    """Its logits are freed at once, and an idle engine's next request does not read it."""
+    engine = make_engine(4, 20, 4, 16, 64, zero_overhead_scheduling=True)
+    logits: list[weakref.ref[torch.Tensor]] = []
+    run_step = engine.runner.run
+
+    def watched(inputs: ModelInputs) -> torch.Tensor:
+        result = run_step(inputs)
+        logits.append(weakref.ref(result))
+        return result
+
+    engine.runner.run = watched  # type: ignore[method-assign]
+    engine.add_request("r", [1, 2, 3], GREEDY)
+    for _ in range(3):
+        engine.step()
+    assert logits[-1]() is not None
+    engine.abort_request("r")
+    assert all(ref() is None for ref in logits)
+    engine.add_request("next", [1, 2, 3], GREEDY)
+    assert engine.step() == []
+    assert run(engine)["next"].outputs[0].token_ids == greedy_oracle([1, 2, 3], GREEDY, EOS, 76)[0]
+    assert_idle(engine)
 
 
 def test_a_stop_token_costs_an_overlapped_engine_one_row_and_no_token() -> None:
