@@ -38,7 +38,7 @@ def make_engine(model: Model, mode: str, options: argparse.Namespace) -> Engine:
         max_model_len=options.prompt_len + 2,
         device=options.device,
         prefill_chunk_size=options.chunk,
-        max_num_batched_tokens=max(options.chunk, EngineConfig.max_num_batched_tokens),
+        max_num_batched_tokens=max(options.chunk, 2048),
         yoco_prefill_truncation_mode=mode,
         yoco_prefill_keep_tokens=sum(model.yoco_window or ()),
     )

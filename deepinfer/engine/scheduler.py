@@ -65,8 +65,8 @@ class Scheduler:
         self.lockstep = lockstep
         self.prefill_cost = PrefillCost()
         self.prefill_step_ms = config.prefill_step_ms
-        self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.prefill_chunk_size = config.prefill_chunk_size
+        self.max_num_batched_tokens = config.step_tokens
+        self.prefill_chunk_size = config.chunk_tokens
         self.watermark_blocks = math.ceil(config.watermark * num_blocks)
         self.waiting: deque[Sequence] = deque()  # by Sequence.order, holding nothing on the device
         self.prefilling: list[Sequence] = []  # blocks and slot held, prompt partly computed
