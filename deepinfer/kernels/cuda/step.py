@@ -102,11 +102,12 @@ def decode_plan(
     if wide is not torch.float32:
         return NotImplemented
     n, pairs, device = len(positions), frequencies.shape[1], positions.device
-    int64 = {"dtype": torch.int64, "device": device}
     rotations = torch.empty(2, 3, n, pairs, dtype=wide, device=device)
     window_slots = torch.empty(n, window, dtype=torch.int32, device=device)
-    ngram_source, members = torch.empty(n, ngram, **int64), torch.empty(n, ratio, **int64)
-    slots, visible = torch.empty(6, n, **int64), torch.empty(2, n, dtype=torch.int32, device=device)
+    ngram_source = torch.empty(n, ngram, dtype=torch.int64, device=device)
+    members = torch.empty(n, ratio, dtype=torch.int64, device=device)
+    slots = torch.empty(6, n, dtype=torch.int64, device=device)
+    visible = torch.empty(2, n, dtype=torch.int32, device=device)
     tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
     _decode_plan[(n,)](
         positions.contiguous(), state_slots.contiguous(), tables, frequencies.contiguous(),
