@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepinfer.errors import shown
+
 
 def _bool(text: str) -> bool:
     values = {"1": True, "true": True, "0": False, "false": False}
@@ -23,14 +25,29 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
-def _number(parse: Callable[[str], Any], low: float, low_open: bool = False) -> Callable[[str], Any]:
+def _number(
+    parse: type[int] | type[float], low: float, high: float = math.inf, low_open: bool = False
+) -> Callable[[str], Any]:
+    allowed = f"must be {'an integer' if parse is int else 'a number'} {'>' if low_open else '>='} {low}"
+    allowed += f" and <= {high}" if high < math.inf else ""
+
     def parse_number(text: str) -> Any:
-        value = parse(text)
-        if not low <= value < math.inf or (low_open and value == low):
-            raise ValueError(f"must be {'above' if low_open else 'at least'} {low}")
+        try:
+            value = parse(text)
+        except ValueError:
+            raise ValueError(allowed) from None
+        if not low <= value <= high or value == math.inf or (low_open and value == low):
+            raise ValueError(allowed)
         return value
 
     return parse_number
+
+
+def _engine_timeout(text: str) -> float:
+    value: float = _number(float, 0)(text)
+    if 0 < value < 2:
+        raise ValueError("must be 0 or a number >= 2: an engine gives a sign of life every second")
+    return value
 
 
 def _path(text: str) -> Path:
@@ -61,7 +78,7 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         "what an engine does: both phases, only one of them, or both for throughput (offline work)",
     ),
     "DEEPINFER_ENGINE_TIMEOUT": (
-        _number(float, 0),
+        _engine_timeout,
         300.0,
         "seconds without a sign of life after which a server restarts its engine process; 0: never",
     ),
@@ -76,19 +93,28 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         "auto takes the fastest kernels there are, reference the PyTorch ones",
     ),
     "DEEPINFER_MAX_BACKTRACKING_TOKENS": (
-        int,
+        _number(int, 1),
         None,
         "tokens of a sequence that speculation may take back; default: what the model's draft head needs",
     ),
-    "DEEPINFER_PEAK_FLOPS": (_number(float, 0, True), None, "FLOP/s of the device, for MFU; default: by its name"),
+    "DEEPINFER_PEAK_FLOPS": (
+        _number(float, 0, low_open=True),
+        None,
+        "FLOP/s of the device, for MFU; default: by its name",
+    ),
     "DEEPINFER_PROFILER_DIR": (_path, Path("deepinfer-traces"), "folder that profiler traces are written to"),
     "DEEPINFER_PROFILER_HOST": (str, "127.0.0.1", "address of the profiler's HTTP endpoint"),
-    "DEEPINFER_PROFILER_PORT": (_number(int, 0), None, "port of the profiler's HTTP endpoint; default: no endpoint"),
+    "DEEPINFER_PROFILER_PORT": (
+        _number(int, 0, 65535),
+        None,
+        "port of the profiler's HTTP endpoint; default: no endpoint",
+    ),
+    "DEEPINFER_SSL_KEYFILE_PASSWORD": (str, None, "password of the server's TLS key"),
     "DEEPINFER_STATS_INTERVAL": (_number(float, 0), 10.0, "seconds between lines of statistics in the log; 0: none"),
     "DEEPINFER_TIMERS": (_bool, False, "time the parts of a step and log their medians with the statistics"),
     "DEEPINFER_TORCH_COMPILE": (_bool, False, "run decode steps through torch.compile (minutes of compiling)"),
     "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS": (
-        int,
+        _number(int, 1),
         None,
         "last prompt tokens that run the decoder layers; at least window + backtracking tokens",
     ),
@@ -114,4 +140,4 @@ def get(name: str) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        raise ValueError(f"environment variable {name}={text!r}: {error}") from None
+        raise ValueError(f"environment variable {name}={shown(text)}: {error}") from None
