@@ -30,6 +30,7 @@ AREA = "overlap"
 IDLE_TARGET = 0.03
 TRACED_STEPS = 16
 SKIPPED_STEPS = 3  # of a trace: the profiler's own start
+FILE_OPTIONS = ("--traces", "--picture")
 
 
 @dataclass
@@ -172,6 +173,17 @@ def idle_record(
     )
 
 
+def without_files(arguments: list[str]) -> list[str]:
+    """The arguments that a result depends on: where traces and pictures go is of this machine only."""
+    kept: list[str] = []
+    previous = ""
+    for argument in arguments:
+        if previous not in FILE_OPTIONS and argument.partition("=")[0] not in FILE_OPTIONS:
+            kept.append(argument)
+        previous = argument
+    return kept
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="deepinfer bench overlap",
@@ -191,7 +203,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if min(options.batch, options.prompt_len, options.steps, options.rounds) < 1:
         parser.error("--batch, --prompt-len, --steps and --rounds must be at least 1")
-    command = " ".join(["deepinfer bench overlap", *arguments])
+    command = " ".join(["deepinfer bench overlap", *without_files(arguments)])
     load = Load(options.batch, options.prompt_len, options.rounds, options.steps)
     load.cuda_graphs = False if options.no_cuda_graphs else None
     if options.quick:

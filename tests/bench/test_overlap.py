@@ -133,6 +133,11 @@ def test_a_quick_run_saves_only_traces_and_picture(
     assert len(read_trace(tmp_path / "t" / "overlap-on.json.gz").steps) >= 10
 
 
+def test_a_recorded_command_names_no_files() -> None:
+    given = "--device cuda --traces /a/b --steps 5 --picture=/c.svg --quick"
+    assert overlap.without_files(given.split()) == ["--device", "cuda", "--steps", "5", "--quick"]
+
+
 def test_a_failed_step_is_no_measurement() -> None:
     """A step that fails is a fast one."""
     model = benchmark_model("", "cpu", "v41-small", 4)
