@@ -81,13 +81,15 @@ def test_tiles_fit_the_copy_engine_and_shared_memory(tile):
     parts = (tile.m // (1 + (tile.share == "a")), tile.n // (1 + (tile.share == "b")))
     assert all(part <= 256 and part % 8 == 0 for part in parts)
     assert tile.stages >= 3
+    sums = (tile.n // 2 if tile.m == 64 else tile.n) // 8
+    assert tile.k_parts == 1 or (sums % tile.k_parts == 0 and tile.share == "")
     assert tile.shared_bytes <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 128, 500, 4096, 100_000])
 @pytest.mark.parametrize("n", [8, 512, 5120, 32768])
 def test_every_shape_has_a_tile(m, n):
-    assert choose_tile(m, n, 132) in TILES
+    assert choose_tile(m, n, 5120, 132) in TILES
 
 
 def test_scales_are_laid_out_by_column():

@@ -84,7 +84,7 @@ def fp8_gemm(
     if k == 0:
         return out.zero_()
     cards = processors(a.device.index)
-    tile = tile or choose_tile(m, n, cards)
+    tile = tile or choose_tile(m, n, k, cards)
     part_a, part_b = (tile.m // 2 if tile.share == "a" else tile.m), (tile.n // 2 if tile.share == "b" else tile.n)
     rows, columns = (tile.m * (1 + (tile.share == "b")), tile.n * (1 + (tile.share == "a")))
     clusters = -(-m // rows) * -(-n // columns)

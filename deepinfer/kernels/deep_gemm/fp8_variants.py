@@ -61,27 +61,34 @@ class Tile:
 
 TILES = (
     Tile(256, 128, "a"),
-    Tile(256, 128, "b"),
     Tile(128, 128, "a"),
-    Tile(128, 128, "b"),
-    Tile(128, 64, "b"),
-    Tile(64, 128, "a"),
+    Tile(128, 160, "", k_parts=4),
+    Tile(128, 128, "", k_parts=2),
+    Tile(128, 64, ""),
+    Tile(64, 128, "", k_parts=4),
+    Tile(64, 128, "", k_parts=2),
+    Tile(64, 64, "", k_parts=4),
+    Tile(64, 64, "", k_parts=2),
     Tile(64, 64, ""),
-    Tile(64, 32, ""),
 )
+
+# Clock cycles, measured on an H200: what a block can copy to shared memory, the least for 128 columns, the rest of a tile.
+BYTES_A_CYCLE = 45
+STEP_CYCLES, TILE_CYCLES, EXCHANGE_CYCLES = 250, 3000, 1500
 
 
 @lru_cache(maxsize=4096)
-def choose_tile(m: int, n: int, processors: int) -> Tile:
+def choose_tile(m: int, n: int, k: int, processors: int) -> Tile:
     """The tile with the least estimated time: rounds of tiles over the card's processors, times the cost of one."""
 
     def cost(tile: Tile) -> float:
         columns, rows = (tile.n * 2, tile.m) if tile.share == "a" else (tile.n, tile.m * tile.cluster)
         clusters = -(-m // rows) * -(-n // columns)
-        rounds = -(-clusters // (processors // tile.cluster))
-        # Arithmetic against copies to shared memory (half of the shared operand comes from L2) and a constant.
-        a, b = tile.m / (1 + (tile.share == "a")), tile.n / (1 + (tile.share == "b"))
-        return rounds * (max(tile.m * tile.n / 32, (a + b) * 128 / 32) + 100)
+        rounds = -(-clusters // (processors // (tile.cluster * tile.k_parts)))
+        arithmetic, copies = tile.m * tile.n / 32, (tile.m + tile.n) * 128 / BYTES_A_CYCLE
+        steps = -(-k // (128 * tile.k_parts))
+        rest = TILE_CYCLES + (EXCHANGE_CYCLES if tile.k_parts > 1 else 0)
+        return rounds * (steps * max(arithmetic, copies, STEP_CYCLES) + rest)
 
     return min(TILES, key=cost)
 
