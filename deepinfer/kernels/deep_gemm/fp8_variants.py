@@ -72,7 +72,7 @@ TILES = (
     Tile(64, 64, ""),
 )
 
-# Clock cycles, measured on an H200: what a block can copy to shared memory, the least for 128 columns, the rest of a tile.
+# In clock cycles of an H200: what a block copies to shared memory, the least for 128 columns, the rest of a tile.
 BYTES_A_CYCLE = 45
 STEP_CYCLES, TILE_CYCLES, EXCHANGE_CYCLES = 250, 3000, 1500
 
