@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,52 @@ def test_no_step_waits_for_the_device(mode: str) -> None:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 assert output.error is None, output.error
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_an_overlapped_step_is_launched_without_a_wait(graphs: bool) -> None:
+    """All of it: scheduling, packing the inputs, the model, sampling of every kind, and preemption with swapping.
+
+    Only `read` may wait. PyTorch reports every other wait for the device as an error.
+    """
+    runner = nano(
+        max_num_seqs=6, num_blocks=14, watermark=0.0, cuda_graphs=graphs, preemption_mode="swap",
+        swap_memory_bytes=1 << 26,
+    )  # fmt: skip
+    engine = Engine(runner, runner.config, runner.eos_token_ids)
+    assert engine.overlaps
+    kinds = [
+        SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True),
+        SamplingParams(seed=1, top_p=0.9, top_k=40, logprobs=3, max_tokens=140, ignore_eos=True),
+        SamplingParams(
+            seed=2, min_p=0.1, repetition_penalty=1.2, frequency_penalty=0.5, max_tokens=140, ignore_eos=True, n=2
+        ),
+        SamplingParams(seed=3, logit_bias={7: 2.0}, min_tokens=9, allowed_token_ids=[*range(3, 99)], max_tokens=140),
+    ]
+    launch_forward, launch_sampling = engine._launch_forward, engine._launch_sampling
+
+    def watched(launch: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    for round_number in range(2):  # the first compiles kernels
+        if round_number:
+            engine._launch_forward = watched(launch_forward)  # type: ignore[method-assign, assignment]
+            engine._launch_sampling = watched(launch_sampling)  # type: ignore[method-assign, assignment]
+        for number, params in enumerate(kinds):
+            prompt = [3 + (7 * i + number) % 5000 for i in range(100 + 90 * number)]
+            engine.add_request(f"{round_number}-{number}", prompt, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert output.error is None, output.error
+    swap = engine.scheduler.swap
+    assert swap is not None and swap.num_swapped_out > 1
 
 
 def test_parts_of_a_decode_step_are_timed_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
