@@ -98,7 +98,7 @@ class AsyncEngine:
         self._inbox.put(partial(self._abort, request_id))
 
     async def record_experts(self, command: ExpertCommand) -> ExpertReport:
-        """Start, stop or show the record of how many tokens each expert got.  Raises EngineStoppedError."""
+        """Start, stop or show the record of how many tokens each expert got. Raises EngineStoppedError."""
         self._check_running()
         return record_experts(self._engine.observer.stats.experts, command)
 
