@@ -289,7 +289,7 @@ def test_what_it_does_not_cover_is_left_to_others():
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("kind", ("plain", "packed"))
 def test_matrix_products_overlap_with_the_rest(kind, tmp_path):
-    """ptxas serialises all products, silently, when a register of a running one may be touched: a third of the speed."""
+    """ptxas serialises all products, silently, where a register of a running one may be touched."""
     variant = {
         "plain": Variant(64, "bf16", 0, "bf16", 0),
         "packed": Variant(64, RowFormat.FP8, 134, RowFormat.NVFP4, 128, split=2),
