@@ -37,3 +37,26 @@ def test_values_are_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPINFER_KERNELS", "fast")
     with pytest.raises(ValueError, match="DEEPINFER_KERNELS='fast': must be one of auto, reference"):
         envs.get("DEEPINFER_KERNELS")
+
+
+@pytest.mark.parametrize("text", ["rubbish", "", "-1", "nan", "9" * 5000, "1e999"], ids=lambda text: text[:10])
+@pytest.mark.parametrize("name", sorted(envs.VARIABLES))
+def test_rubbish_is_refused_with_what_is_allowed(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or taken, where the value is a text, a path or a number without a limit; never another exception."""
+    monkeypatch.setenv(name, text)
+    try:
+        value = envs.get(name)
+    except ValueError as error:
+        assert str(error).startswith(f"environment variable {name}=")
+        assert ": must " in str(error) and len(str(error)) < 400
+    else:
+        assert isinstance(value, str | Path | int)
+
+
+@pytest.mark.parametrize("text", ["1e-9", "1.9"])
+def test_an_engine_is_given_the_time_for_a_sign_of_life(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPINFER_ENGINE_TIMEOUT", text)
+    with pytest.raises(ValueError, match="DEEPINFER_ENGINE_TIMEOUT=.*must be 0 or a number >= 2"):
+        envs.get("DEEPINFER_ENGINE_TIMEOUT")
+    monkeypatch.setenv("DEEPINFER_ENGINE_TIMEOUT", "0")
+    assert envs.get("DEEPINFER_ENGINE_TIMEOUT") == 0

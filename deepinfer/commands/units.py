@@ -1,6 +1,9 @@
 """Numbers as people write them on a command line: `25.6k`, `32K`, `141GB`."""
 
+import math
 import re
+
+from deepinfer.errors import shown
 
 # Lower case is decimal and upper case binary, as in vLLM: 25.6k = 25,600 and 32K = 32,768.
 _COUNT_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
@@ -14,8 +17,10 @@ def _parse(text: str, units: dict[str, int], field: str, examples: str, fold_cas
     unit = match.group(2) if match else ""
     unit = unit.lower() if fold_case else unit
     if match is None or unit not in units:
-        raise ValueError(f"{field} must be a number such as {examples}, got {text!r}")
+        raise ValueError(f"{field} must be a number such as {examples}, got {shown(text)}")
     value = float(match.group(1)) * units[unit]
+    if math.isinf(value):
+        raise ValueError(f"{field} must be a number below 1e308, such as {examples}, got {shown(text)}")
     if round(value) < 1:
         raise ValueError(f"{field} must be at least 1, got {text!r}")
     return round(value)

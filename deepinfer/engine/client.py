@@ -387,6 +387,7 @@ class EngineClient:
         if self.state == "ready" and time.monotonic() - self._heard > self._silence:
             logger.error("the engine process has been silent for %g s: it is killed", self._silence)
             self._process.kill()
+            return
         self._watchdog = self._loop.call_later(min(1.0, self._silence / 4), self._watch_silence)
 
     def _hang_up(self) -> None:

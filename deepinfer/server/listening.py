@@ -9,6 +9,8 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
+from deepinfer.errors import shown
+
 
 @dataclass(frozen=True)
 class Listening:
@@ -30,9 +32,12 @@ class Listening:
             if path is not None and not os.path.isfile(path):
                 raise ValueError(f"--{name.replace('_', '-')}: there is no file {path!r}")
         if self.ssl_certfile is None:
-            if self.ssl_keyfile or self.ssl_ca_certs or self.ssl_keyfile_password:
-                raise ValueError("--ssl-keyfile, --ssl-keyfile-password and --ssl-ca-certs need --ssl-certfile")
+            if self.ssl_keyfile or self.ssl_ca_certs or self.ssl_keyfile_password or self.ssl_cert_reqs:
+                names = "--ssl-keyfile, --ssl-keyfile-password, --ssl-ca-certs and --ssl-cert-reqs"
+                raise ValueError(f"{names} need --ssl-certfile")
             return
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ValueError("--ssl-cert-reqs 1 and 2 need --ssl-ca-certs, by which a client's certificate is judged")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # A function, because without a password OpenSSL would ask the terminal for it.
@@ -68,13 +73,16 @@ def bind_port(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
-        raise ValueError(f"cannot listen on --host {host} --port {port}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: no name of a host can be written like that
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen on --host {shown(host)} --port {port}: {reason}") from None
     return listener
 
 
 def bind_path(path: str) -> socket.socket:
     """A Unix socket in the place of one that nobody listens on any more; no other file is removed."""
+    if not path or "\0" in path:
+        raise ValueError(f"--uds must be a path, got {shown(path)}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode) and not is_served(path):

@@ -1,5 +1,6 @@
 """What of EngineConfig depends on the machine and on the model."""
 
+import math
 from typing import Any
 
 import pytest
@@ -68,6 +69,33 @@ def test_counts_beyond_int32_are_refused(name: str, value: int) -> None:
 def test_bytes_beyond_int64_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be an integer"):
         EngineConfig(**{name: 10**30})
+
+
+@pytest.mark.parametrize("value", [10**5000, 2, 1.0, "yes", [], {}, b"x"], ids=lambda value: str(type(value)))
+@pytest.mark.parametrize(
+    "name",
+    "kind preemption_mode zero_overhead_scheduling cuda_graphs torch_compile kv_cache_dtype dtype device "
+    "quantize_activations yoco_prefill_truncation_mode".split(),
+)
+def test_values_of_another_type_are_refused_by_name(name: str, value: Any) -> None:
+    """1 and 0 are no switches, though they equal True and False."""
+    with pytest.raises(ValueError, match=rf"^{name} must be .*, got ") as error:
+        EngineConfig(**{name: value})
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, 1e308, True, "5", pytest.param(10**5000, id="huge")])
+def test_times_of_a_step_beyond_arithmetic_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^prefill_step_ms must be a number > 0 and <= 1e\+09, or null, got "):
+        EngineConfig(prefill_step_ms=value)
+
+
+@pytest.mark.parametrize("value", [1e-9, 1e9])
+def test_the_extremes_of_a_step_still_run(value: float) -> None:
+    llm = LLM("nano", prefill_step_ms=value, max_num_seqs=2, max_model_len=256)
+    for _ in range(12):  # more steps than the cost model wants to see before it is trusted
+        (output,) = llm.generate([list(range(40, 90))], SamplingParams(max_tokens=2, ignore_eos=True))
+        assert output.outputs[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("options", [{"num_blocks": 2**31 - 1}, {"max_num_seqs": 10**7}, {"max_num_seqs": 2**31 - 1}])

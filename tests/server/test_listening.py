@@ -92,11 +92,20 @@ def test_a_client_certificate_can_be_required(checkpoint: Path, tmp_path: Path) 
             httpx.get(f"{url}/health", verify=ssl.create_default_context(cafile=certificate))
 
 
+@pytest.mark.parametrize("where", [{"uds": ""}, {"uds": "a\0b"}, {"host": ""}, {"host": "a" * 300}, {"host": "a\0b"}])
+def test_bad_addresses_are_refused_by_name(where: dict[str, str]) -> None:
+    (name,) = where
+    with pytest.raises(ValueError, match=f"--{name} "):
+        Listening(**where).bind()  # type: ignore[arg-type]
+
+
 def test_bad_certificates_are_refused_by_name(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path, "secret")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"ssl_certfile": "missing.pem"}, "--ssl-certfile: there is no file"),
         ({"ssl_keyfile": key}, "need --ssl-certfile"),
+        ({"ssl_cert_reqs": 2}, "--ssl-cert-reqs need --ssl-certfile"),
+        ({"ssl_certfile": certificate, "ssl_cert_reqs": 1}, "--ssl-cert-reqs 1 and 2 need --ssl-ca-certs"),
         ({"ssl_certfile": certificate, "ssl_keyfile": key, "ssl_keyfile_password": "other"}, "password"),
         ({"ssl_certfile": certificate, "ssl_keyfile": key}, "password"),
         ({"ssl_certfile": key, "ssl_keyfile": key, "ssl_keyfile_password": "secret"}, "--ssl-certfile"),
