@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,32 @@ def test_the_engine_gives_the_same_tokens_with_and_without_graphs(overlap: bool)
         assert got == expected
         preemptions += preempted
     assert preemptions > 0
+
+
+def test_overlap_gives_the_same_bits() -> None:
+    """Everything arrives at once, fits, and ends at a length limit: then both ways run the same batches."""
+    runner = nano(max_num_seqs=16, cuda_graphs=True, prefill_chunk_size=128, max_num_batched_tokens=512)
+    results = []
+    for overlap in (False, True, True):
+        engine = Engine(runner, replace(runner.config, zero_overhead_scheduling=overlap), runner.eos_token_ids)
+        chosen = random.Random(1)
+        for number in range(16):
+            prompt = [chosen.randint(3, runner.vocab_size - 1) for _ in range(chosen.randint(1, 400))]
+            temperature = chosen.choice([0.0, 1.0])
+            limit = chosen.randint(1, 80)
+            params = SamplingParams(
+                temperature=temperature, seed=number, max_tokens=limit, ignore_eos=True, logprobs=2,
+                presence_penalty=chosen.choice([0.0, 0.5]),
+            )  # fmt: skip
+            engine.add_request(str(number), prompt, params)
+        got: dict[str, list[object]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert output.error is None, output.error
+                got.setdefault(output.request_id, []).extend(output.outputs[0].logprobs or [])
+        assert engine.stats().num_preemptions == 0
+        results.append(got)
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("mode", ["off", "mask", "compact"])
