@@ -59,7 +59,8 @@ class EngineConfig:
             but that of tokens.
         zero_overhead_scheduling: schedule and launch a step before the tokens of the last one are read; None: where the
             device runs beside the host (on a CPU there is nothing to hide, and tokens would come a step later), if
-            the engine decodes in turn with prompts ("normal" and "completion").
+            the kind is "normal" or "completion": the caches of the others are copied by whoever stands between two
+            engines, who need not keep to the order of this device's stream.
         cuda_graphs: pad decode steps to a ladder of shapes and capture each as a CUDA graph; None: on a GPU, if its
             kernels can be captured. On a CPU the padded steps run as they are: for tests.
         cudagraph_batch_size_interval: distance between the captured batch sizes above the first powers of two.
