@@ -9,7 +9,7 @@ data, several input sets where one would stay in L2, clocks left alone.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,9 @@ def record(name: str, unit: str, value: float, baseline: tuple[str, float | None
 # ------------------------------------------------------------------ dense
 
 
-def dense() -> list[Record]:
+def dense() -> Iterator[Record]:
     """1 x 128 scales of activations, 128 x 128 of weights."""
-    deep_gemm, records = import_deep_gemm(), []
+    deep_gemm = import_deep_gemm()
     for m, n, k, sets in DENSE:
         ours: list[Callable[[], object]] = []
         theirs: list[Callable[[], object]] = []
@@ -108,11 +108,10 @@ def dense() -> list[Record]:
         rate = flops / time_us(ours)
         name = f"FP8 GEMM, 1x128 and 128x128 scales, {m} x {n} x {k}"
         theirs_us = baseline_us(theirs) if theirs else None
-        records.append(record(name, "TFLOP/s", rate, ("DeepGEMM", theirs_us and flops / theirs_us), 0.95))
+        yield record(name, "TFLOP/s", rate, ("DeepGEMM", theirs_us and flops / theirs_us), 0.95)
         row_wise_us = baseline_us(row_wise)
         baseline = ("torch._scaled_mm, row-wise scales", row_wise_us and flops / row_wise_us)
-        records.append(record(f"{name}, beside one scale a row", "TFLOP/s", rate, baseline, None))
-    return records
+        yield record(f"{name}, beside one scale a row", "TFLOP/s", rate, baseline, None)
 
 
 # ------------------------------------------------------------------ grouped
@@ -131,9 +130,9 @@ def route(tokens: int) -> tuple[Tensor, Tensor]:
     return (counts.cumsum(0) - counts).int(), counts
 
 
-def grouped() -> list[Record]:
+def grouped() -> Iterator[Record]:
     """The down product and the fused gate and up product of 384 experts, 6 a token."""
-    bandwidth, records = copy_bandwidth(), []
+    bandwidth = copy_bandwidth()
     dense_rate = 2.0 * 8192**3 / dense_us(8192, 8192, 8192) / 1e6
     for name, rows, columns, gate_up in (
         ("down 2304 -> 5120", DIM, INNER, False),
@@ -154,19 +153,18 @@ def grouped() -> list[Record]:
             title = f"grouped GEMM FP8 x MXFP4, {name}, {tokens} tokens"
             if tokens == 4096:
                 baseline = ("dense FP8 GEMM, 8192^3, same run", dense_rate)
-                records.append(record(title, "TFLOP/s", flops / us, baseline, 0.6))
+                yield record(title, "TFLOP/s", flops / us, baseline, 0.6)
             used = int((counts > 0).sum())
             moved = used * weights.tiles[0].numel() + x.numel() + tokens * ACTIVE * rows * (0.5 if gate_up else 2)
             baseline = ("copy, bytes read and written", bandwidth / 1e12)
             target = 0.8 if tokens == 128 else None
-            records.append(record(f"{title}, bandwidth", "TB/s", moved / us / 1e6, baseline, target))
+            yield record(f"{title}, bandwidth", "TB/s", moved / us / 1e6, baseline, target)
             for baseline_name, runs in grouped_baselines(tokens, counts.tolist(), rows, columns):
                 theirs = baseline_us([runs])
                 if theirs is not None:
                     entry = (baseline_name, flops / theirs)
-                    records.append(record(f"{title}, beside {baseline_name}", "TFLOP/s", flops / us, entry, None))
+                    yield record(f"{title}, beside {baseline_name}", "TFLOP/s", flops / us, entry, None)
         del weights
-    return records
 
 
 def dense_us(m: int, n: int, k: int) -> float:
@@ -212,9 +210,9 @@ def grouped_baselines(
 # ------------------------------------------------------------------ logits
 
 
-def logits(context: int = 32768) -> list[Record]:
+def logits(context: int = 32768) -> Iterator[Record]:
     """32 heads of 128: prefill of 4,096 tokens at the end of 32K keys, and decode of 64 sequences of 32K keys."""
-    deep_gemm, records = import_deep_gemm(), []
+    deep_gemm = import_deep_gemm()
     tokens = 4096
     q = torch.randn(tokens, HEADS, INDEX_DIM, device="cuda").to(E4M3)
     keys, key_scales = random_fp8(context, INDEX_DIM), torch.rand(context, device="cuda")
@@ -230,7 +228,7 @@ def logits(context: int = 32768) -> list[Record]:
                 [partial(deep_gemm.fp8_mqa_logits, q, (keys, key_scales), weights, starts, ends, clean)]
             )
         name = f"indexer logits, prefill {tokens} x {context}, " + ("-inf elsewhere" if clean else "seen keys only")
-        records.append(record(name, "TFLOP/s", flops / us, ("DeepGEMM", theirs and flops / theirs), 0.9))
+        yield record(name, "TFLOP/s", flops / us, ("DeepGEMM", theirs and flops / theirs), 0.9)
 
     sequences, bandwidth = 64, copy_bandwidth()
     pages = torch.randint(0, 100, (sequences * context // PAGE, PAGE_BYTES), dtype=torch.uint8, device="cuda")
@@ -252,13 +250,12 @@ def logits(context: int = 32768) -> list[Record]:
             call = deep_gemm.fp8_paged_mqa_logits
             theirs = baseline_us([partial(call, q, cache, weights, lengths, table, plan, context, False)])
         name = f"indexer logits, paged decode {sequences} x {context}, {queries} token(s) a sequence"
-        records.append(record(name, "calls/s", 1e6 / us, ("DeepGEMM", theirs and 1e6 / theirs), 0.9))
+        yield record(name, "calls/s", 1e6 / us, ("DeepGEMM", theirs and 1e6 / theirs), 0.9)
         baseline = ("copy, bytes read and written", bandwidth / 1e12)
-        records.append(record(f"{name}, bandwidth", "TB/s", moved / us / 1e6, baseline, None))
-    return records
+        yield record(f"{name}, bandwidth", "TB/s", moved / us / 1e6, baseline, None)
 
 
-SECTIONS: dict[str, Callable[[], list[Record]]] = {"dense": dense, "grouped": grouped, "logits": logits}
+SECTIONS: dict[str, Callable[[], Iterator[Record]]] = {"dense": dense, "grouped": grouped, "logits": logits}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -273,12 +270,11 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.only.split(","):
         if name not in SECTIONS:
             raise ValueError(f"--only is {name!r}, allowed: {', '.join(SECTIONS)}")
-        records = SECTIONS[name]()
-        for entry in records:
+        for entry in SECTIONS[name]():
             beside = f"  {entry.baseline_name} {entry.baseline_value:.4g}, {entry.ratio:.3f} x" if entry.ratio else ""
             print(f"{entry.name}: {entry.value:.4g} {entry.unit}{beside}", flush=True)
-        if options.save:
-            save("deep_gemm", records, options.save)
+            if options.save:
+                save("deep_gemm", [entry], options.save)
 
 
 if __name__ == "__main__":
