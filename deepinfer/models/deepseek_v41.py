@@ -132,6 +132,9 @@ class DeepseekV41:
         lazy = HCLazyPostData(e.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous())
         p_prev = torch.zeros(e.shape[0], config.hc_mult, dtype=self.wide, device=self.device)
         p_prev[:, 0] = 1.0
+        is_image = None
+        if config.image_token_id >= 0:  # every position of an image span carries this id
+            is_image = (inputs.token_ids == config.image_token_id).unsqueeze(1)
         chosen: list[Tensor] = []
         self.chosen_experts = chosen
         for layer in self.layers:
@@ -149,15 +152,14 @@ class DeepseekV41:
                 rows, step = decoder.rows, decoder.step
                 x, pre, lazy = x[rows], pre[rows], lazy.rows(rows)
                 ngrams = None if ngrams is None else ngrams[rows]
+                is_image = None if is_image is None else is_image[rows]
                 if not len(rows):
                     break
             y = layer.attention.forward(x, config, step, caches, sharing, self.quantize_activations)
             self._mark("attention")
             x, p_prev, lazy = hc_enter(lazy.with_output(y), pre, layer.ffn_hc, config)
             self._mark("rest")
-            lazy = lazy.with_output(
-                layer.ffn.forward(x, step.inputs.token_ids, config, self.quantize_activations, chosen)
-            )
+            lazy = lazy.with_output(layer.ffn.forward(x, is_image, config, self.quantize_activations, chosen))
             self._mark("moe")
         if inputs.is_prefill:  # every row of a decode step wants logits
             rows = step.inputs.logits_rows

@@ -51,19 +51,20 @@ class MoE:
     def forward(
         self,
         y: Tensor,
-        token_ids: Tensor,
+        is_image: Tensor | None,
         config: ModelConfig,
         quantize_activations: bool,
         chosen_experts: list[Tensor] | None = None,
     ) -> Tensor:
-        """y [N, D], token_ids int64 [N] -> [N, D]; routed sum and shared expert meet in at least float32.
+        """y [N, D] -> [N, D]; routed sum and shared expert meet in at least float32.
 
+        is_image: bool [N, 1], rows of image spans, which have a bias of their own; None: there are none.
         The chosen experts, int32 [N, k], are appended to `chosen_experts`.
         """
         logits = wide_linear(y, self.gate)
         bias = self.gate_bias
-        if config.image_token_id >= 0:  # every position of an image span carries this id
-            bias = torch.where((token_ids == config.image_token_id).unsqueeze(1), self.gate_bias_vl, bias)
+        if is_image is not None:
+            bias = torch.where(is_image, self.gate_bias_vl, bias)
         chosen, gates = ops.moe_gate(
             logits, bias, config.num_experts_per_tok, config.norm_topk_prob, config.routed_scaling_factor
         )
