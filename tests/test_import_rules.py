@@ -15,7 +15,7 @@ SHARED = {"errors", "envs", "params", "outputs", "config", "terminal"}
 HOST = SHARED | {"engine", "models", "kernels", "sampling", "observability"}
 ALLOWED = {
     "errors": set(),
-    "envs": set(),
+    "envs": {"errors"},
     "terminal": set(),
     "params": {"errors"},
     "outputs": set(),
