@@ -80,7 +80,9 @@ class RunningSequence(Generic[Piece]):
                 raise EngineError(news.error)
             delta = read_completion(self._state.text.tokenizer, news.outputs[0], self._reader)
         except Exception:
-            self._end("error")
+            # A protocol that has no word for an abort raises one, too.
+            aborted = isinstance(news, RequestOutput) and any(o.finish_reason == "abort" for o in news.outputs)
+            self._end("abort" if aborted else "error")
             raise
         delta.metrics = self._times = news.metrics
         if delta.token_ids and self._clock is not None:

@@ -43,6 +43,7 @@ def test_abort(server: Server, path: str, name: str) -> None:
     """The client gets what was generated so far, with the reason; nothing is left running."""
     body = LONG if path == "/v1/completions" else LONG | {"messages": [{"role": "user", "content": "hi"}]}
     headers = {"X-Request-Id": "mine-1"}
+    failed = server.metric("deepinfer:request_success_total", finished_reason="error")
     with server.http.stream("POST", path, json=body | {"stream": True}, headers=headers) as answer:
         assert answer.headers["x-request-id"] == "mine-1"
         lines = (line for line in lines_of(answer) if line.startswith("data: "))
@@ -59,6 +60,7 @@ def test_abort(server: Server, path: str, name: str) -> None:
     assert len(rest) < 600
     server.wait_for("deepinfer:num_requests_running", 0)
     assert server.metric("deepinfer:kv_cache_usage_perc") == 0
+    assert server.metric("deepinfer:request_success_total", finished_reason="error") == failed
 
 
 def test_abort_is_asked_for_properly(server: Server) -> None:
