@@ -1,0 +1,137 @@
+"""The code that fills attention's key tiles, compiled for the CPU: bit for bit what the caches' formats say."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.flash_mla.launch import _Params, _source
+from deepinfer.kernels.flash_mla.variants import SOURCE, Variant
+from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, store_rows
+
+DIM = 512
+RUN = """
+extern "C" int produce_all(const Params* p, u8* out, const u8** ranges, int* counts) {
+    const Barriers barriers = {shared_address(shared_memory + BARRIERS)};
+    first_barrier = barriers.base;
+    memcpy(readable, ranges, sizeof readable);
+    memset(shared_memory, 0xFF, sizeof shared_memory);
+    memset(arrivals, 0, sizeof arrivals);
+    prefetched_outside = false;
+    TensorMap map;
+    for (int thread = 0; thread < 128; thread++) {
+        threadIdx.x = 256 + thread;
+        produce(*p, map, barriers, shared_memory, 0, p->tokens, 1, 0);
+    }
+    memcpy(out, shared_memory + KEYS, 131072);
+    memcpy(out + 131072, shared_memory + BIAS, 512);
+    memcpy(counts, arrivals, sizeof arrivals);
+    return prefetched_outside;
+}
+"""
+VARIANTS = {
+    "fp8-nvfp4": Variant(64, RowFormat.FP8, 5, RowFormat.NVFP4, 8),
+    "bf16-nvfp4": Variant(64, "bf16", 5, RowFormat.NVFP4, 8),
+    "fp8-bf16": Variant(64, RowFormat.FP8, 5, "bf16", 8),
+    "bf16-bf16": Variant(64, "bf16", 5, "bf16", 8),
+    "fp8": Variant(64, RowFormat.FP8, 5, None, 0),
+}
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+
+
+def build(variant: Variant, folder: Path) -> ctypes.CDLL:
+    """The kernel's source up to its entry point, over an imitation of the card's instructions."""
+    for path in SOURCE.parent.glob("*.cu*"):
+        text = re.sub(r'asm( volatile)?\((?:[^;]|;\\n|;")*?\);', ";", path.read_text())
+        (folder / path.name).write_text(text.replace("#pragma unroll", "//"))
+    shutil.copy(Path(__file__).parent / "hopper_on_host.cuh", folder / "hopper.cuh")
+    source = (folder / "attention.cu").read_text()
+    (folder / "producer.cpp").write_text(source[: source.index("#if SPLIT > 1\n#define CLUSTER")] + RUN)
+    defines = [f"-D{name}={value}" for name, value in variant.build().defines.items()]
+    library = folder / "producer.so"
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *defines, "producer.cpp", "-o", str(library)]
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr[:3000]
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def built(request, tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler here")
+    return VARIANTS[request.param], build(VARIANTS[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def make_cache(g: torch.Generator, pages: int, size: int, row_format: RowFormat | str) -> Tensor:
+    values = torch.randn(pages * size, DIM, generator=g) * torch.exp(4 * torch.randn(pages * size, 1, generator=g))
+    values[3, 64:128] = 0
+    values[4, :16] *= 1e-4  # a subnormal NVFP4 scale
+    plain = row_format == "bf16"
+    row = DIM if isinstance(row_format, str) else row_format.row_bytes(DIM)
+    wide = torch.zeros(pages, size * row + 16, dtype=torch.bfloat16 if plain else torch.uint8)
+    cache = wide[:, : size * row].unflatten(1, (size, row))
+    store_rows.reference(cache, torch.arange(pages * size), values, RowFormat.FP8 if plain else row_format)
+    if isinstance(row_format, RowFormat):  # a group that holds NaN has a scale of NaN
+        cache[0, 2, -1] = 255 if row_format is RowFormat.FP8 else 127
+    return cache
+
+
+@needs_compiler
+@pytest.mark.parametrize(("window", "selected"), [(128, 512), (64, 64), (100, 77), (1, 300), (640, 0), (3, 0)])
+def test_tiles_hold_the_rows_of_the_last_pair(built, window, selected):
+    variant, library = built
+    g = torch.Generator().manual_seed(window + selected)
+    caches, slots = [], []
+    for pages, size, count, row_format in (
+        (7, 5, window, variant.window_format),
+        (6, 8, selected, variant.latent_format),
+    ):
+        if row_format is None:
+            caches.append(None), slots.append(None)
+            continue
+        caches.append(make_cache(g, pages, size, row_format))
+        these = torch.randint(0, pages * size, (1, count + 2), generator=g, dtype=torch.int32)
+        these[torch.rand(these.shape, generator=g) < 0.2] = -1
+        slots.append(these[:, :count])
+    params = _Params(window=_source(caches[0], slots[0])[1], latent=_source(caches[1], slots[1])[1], tokens=1)
+    out = torch.zeros(131072 + 512, dtype=torch.uint8)
+    counts = (ctypes.c_int * 16)()
+    ranges = (ctypes.c_void_p * 4)()
+    for i, cache in enumerate(caches):
+        if cache is not None:
+            ranges[2 * i] = cache.data_ptr()
+            ranges[2 * i + 1] = cache.data_ptr() + cache.shape[0] * cache.stride(0) * cache.element_size()
+    assert library.produce_all(ctypes.byref(params), ctypes.c_void_p(out.data_ptr()), ranges, counts) == 0
+
+    keys, alive = [], []
+    scaled = 2.0**-16 if "bf16" not in (variant.window_format, variant.latent_format) else 1.0
+    for cache, these, packed in zip(caches, slots, (RowFormat.FP8, RowFormat.NVFP4), strict=True):
+        if cache is None or these is None:
+            continue
+        rows = load_rows.reference(cache, these[0], packed, DIM, torch.float64)
+        rows = torch.where((these[0] >= 0).unsqueeze(1), rows * scaled, 0)
+        keys.append(torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 64)))
+        alive.append(torch.nn.functional.pad(these[0] >= 0, (0, -len(rows) % 64)))
+    tiles, living = torch.cat(keys).unflatten(0, (-1, 64)), torch.cat(alive).unflatten(0, (-1, 64))
+    pairs = -(-len(tiles) // 2)
+    if len(tiles) % 2:
+        tiles, living = torch.cat((tiles, torch.zeros_like(tiles[:1]))), torch.cat((living, living[:1] & False))
+    expected = tiles[-2:].to(torch.bfloat16)
+
+    # [tile, 8 sub-tiles of 64 columns, 64 rows, 8 chunks of 16 bytes], chunks swizzled by the row
+    raw = out[:131072].view(2, 8, 64, 8, 16)
+    row, chunk = torch.arange(64).unsqueeze(1), torch.arange(8)
+    found = raw[:, :, row, chunk ^ (row % 8)].flatten(-2).view(torch.bfloat16).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    bias = out[131072:].view(torch.float32).view(2, 64)
+    assert torch.equal(bias == 0, living[-2:]) and (bias[~living[-2:]] == -float("inf")).all()
+    expected_arrivals = [128 + 16, 128, 128, 128 + 16]  # halves (0, 0), (0, 1), (1, 0), (1, 1); two bring the bias
+    assert list(counts)[2:6] == [count * pairs for count in expected_arrivals]
