@@ -25,7 +25,7 @@ def measure(runner: ModelRunner, name: str, context_len: int, command: str) -> l
     """
     graphs, config = runner.graphs, runner.config
     if graphs is None or not graphs.is_captured:
-        raise ValueError("device must be a GPU whose kernels can be captured in CUDA graphs")
+        raise ValueError("--device must be a GPU whose kernels can be captured in CUDA graphs, e.g. cuda")
     eager = DecodeGraphs(
         runner.forward,
         config.max_num_seqs,

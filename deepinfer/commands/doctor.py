@@ -154,7 +154,7 @@ def check_torch() -> Iterator[Check]:
     numbers = tuple(int(part) for part in version.split(".")[:2])
     supported = SUPPORTED_TORCH[0] <= numbers < SUPPORTED_TORCH[1]
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
-    detail = f"{version}, {build}, {torch.get_num_threads()} threads"
+    detail = f"{version}, {build}, {torch.get_num_threads()} thread(s)"
     detail += "" if supported else "; needs >=2.11,<2.14"
     yield Check("torch", "PyTorch", "ok" if supported else "fail", detail)
 
@@ -183,7 +183,7 @@ def check_gpu() -> Iterator[Check]:
 
 def check_optional() -> Iterator[Check]:
     wanted = {
-        "triton": "training on a GPU, extra `gpu`",
+        "triton": "GPU kernels; comes with a CUDA build of PyTorch",
         "transformers": "only for `deepinfer bench throughput`, extra `dev`",
     }
     for package, purpose in wanted.items():

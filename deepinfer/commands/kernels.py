@@ -16,7 +16,10 @@ app = typer.Typer(help="GPU kernels that are compiled at run time.", no_args_is_
 def warmup(
     workers: Annotated[int, typer.Option(min=1, help="Compilations at once.")] = min(8, os.cpu_count() or 1),
 ) -> int:
-    """Compile every GPU kernel into the cache. Needs a CUDA compiler (NVRTC or nvcc), but no GPU."""
+    """Compile the CUDA C++ kernels into the cache (minutes). Needs a CUDA compiler (NVRTC or nvcc), but no GPU.
+
+    Triton kernels are compiled at first use.
+    """
     from deepinfer.kernels.deep_jit.compilers import CompileError, find_compiler
     from deepinfer.kernels.deep_jit.warmup import all_builds, compile_all
 

@@ -59,7 +59,7 @@ N = Annotated[int, _sampling("Number of answers.", "-n", "--n")]
 
 # The second spelling of an option is SGLang's.
 MaxNumSeqs = Annotated[
-    str | None, _engine("Most sequences at the same time.", "--max-num-seqs", "--max-running-requests")
+    str | None, _engine("Most sequences at the same time; default: 64.", "--max-num-seqs", "--max-running-requests")
 ]
 MaxModelLen = Annotated[
     str | None, _engine("Most tokens of a sequence, e.g. 25.6k or 32K.", "--max-model-len", "--context-length")
@@ -73,14 +73,16 @@ PrefillChunkSize = Annotated[
 ]
 KvCacheDtype = Annotated[str | None, _engine("auto, fp32, bf16, fp8 or fp64.")]
 Dtype = Annotated[str | None, _engine("Arithmetic: auto, fp32, bf16 or fp64.")]
-Device = Annotated[str | None, _engine("Torch device, e.g. cpu or cuda.")]
+Device = Annotated[str | None, _engine("cpu, cuda or cuda:N; default: cpu.")]
 NumBlocks = Annotated[
     int | None,
     _engine(
-        "Cache blocks of 128 tokens; default: what CACHE_MEMORY holds.", "--num-blocks", "--num-gpu-blocks-override"
+        "Cache blocks of 128 tokens; default: what --cache-memory holds.", "--num-blocks", "--num-gpu-blocks-override"
     ),
 ]
-CacheMemory = Annotated[str | None, _engine("Memory for the KV cache, e.g. 2GiB.")]
+CacheMemory = Annotated[
+    str | None, _engine("Memory for the KV cache, e.g. 40GiB; default: 2GiB, or less if that is enough.")
+]
 PreemptionMode = Annotated[
     str | None, _engine("When the cache is full: recompute a sequence later, or swap it to host memory.")
 ]

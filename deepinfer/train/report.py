@@ -71,7 +71,7 @@ class Runs:
 
 
 def records(runs: Runs) -> list[Record]:
-    """Part 1's figures about nano."""
+    """The measured figures about nano."""
     card, versions = runs.training["device"], {"torch": runs.training["torch"]}
 
     def on_card(name: str, unit: str, value: float, command: str, **extra: Any) -> Record:
