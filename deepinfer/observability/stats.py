@@ -92,7 +92,7 @@ class WindowStats:
 
 
 class StatsLogger:
-    """Call `record` after every step; it logs `line` at most every `interval` seconds.
+    """Call `record` after every step; it logs `line` at most every `interval` seconds of work.
 
     Args:
         interval: seconds between log lines; 0 logs nothing.
@@ -114,7 +114,7 @@ class StatsLogger:
         self.experts = ExpertRecord()
         self._window = window
         self._clock = clock
-        self._started = self._last_line = clock()
+        self._started = self._last_line = self._last_step = clock()
         self._find_peak = peak_flops
         self._peak: float | None = None
         self._sums: dict[str, SlidingSum] = {}
@@ -122,6 +122,10 @@ class StatsLogger:
     def record(self, step: StepStats) -> bool:
         """Take in one step; True if a line was logged."""
         now = self._clock()
+        was_idle = not self.latest.num_running and not self.latest.num_waiting
+        if was_idle and now - self._last_step >= self.interval:  # a line would speak of this one step
+            self._last_line = now
+        self._last_step = now
         self._add("prompt", step.num_prompt_tokens, now)
         self._add("output", step.num_output_tokens, now)
         if step.num_preemptions != self.latest.num_preemptions:

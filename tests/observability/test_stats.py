@@ -111,6 +111,21 @@ def test_one_line_every_interval(caplog: pytest.LogCaptureFixture) -> None:
     assert float(caplog.messages[1].split("prompt ")[1].split()[0]) == pytest.approx(100, rel=0.1)
 
 
+def test_after_a_pause_a_line_waits_for_an_interval_of_work(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    stats = StatsLogger(interval=5, window=5, clock=clock)
+    stats.record(step(num_prompt_tokens=10))
+    clock.now += 60
+    with caplog.at_level(logging.INFO, logger="deepinfer.stats"):
+        stats.record(step(num_prompt_tokens=10, num_running=1))
+        assert not caplog.messages
+        for _ in range(60):
+            clock.now += 0.1
+            stats.record(step(num_output_tokens=1, num_running=1))
+    assert len(caplog.messages) == 1
+    assert float(caplog.messages[0].split("generation ")[1].split()[0]) == pytest.approx(10, rel=0.1)
+
+
 def test_memory_does_not_grow_with_steps() -> None:
     stats = StatsLogger(interval=0)
     import tracemalloc
