@@ -29,7 +29,7 @@ TOOLS: Any = [
 
 client = OpenAI(base_url=sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000/v1", api_key="none")
 model = client.models.list().data[0].id
-messages: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
+messages: list[Any] = [{"role": "user", "content": "What is the weather in Lisbon?"}]
 while True:
     answer = client.chat.completions.create(model=model, messages=messages, tools=TOOLS, max_tokens=128, temperature=0)
     message = answer.choices[0].message

@@ -47,4 +47,4 @@ def test_chat_client(server: Server) -> None:
 
 def test_tools(server: Server) -> None:
     called, told = run("tools.py", f"{server.url}/v1").strip().split("\n")
-    assert called.startswith("get_weather({'city': ") and "21" in told
+    assert called.startswith("get_weather({'city': 'Lisbon'}") and "21" in told
