@@ -37,6 +37,7 @@ class Observer:
         self.part_times = part_times
         self.timer = CPUTimer(envs.get("DEEPINFER_TIMERS"))
         self.flops = flops
+        envs.get("DEEPINFER_PEAK_FLOPS")  # rubbish is refused now, not when a step first asks for it
         self.stats = StatsLogger(envs.get("DEEPINFER_STATS_INTERVAL"), peak_flops=lambda: _peak_of(device))
         self.collector = CollectorHold(gc_factor * envs.get("DEEPINFER_GC_INTERVAL_STEP"))
         self.capture = TraceCapture(envs.get("DEEPINFER_PROFILER_DIR"), self.timer)

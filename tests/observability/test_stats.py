@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepinfer.observability.observer import Observer
 from deepinfer.observability.peak import PEAK_FLOPS, measured_cpu_flops, peak_flops
 from deepinfer.observability.stats import BUCKETS, SlidingSum, StatsLogger, StepStats, line, moe_balance
 
@@ -161,3 +162,9 @@ def test_peak_flops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_entry_of_the_table_hides_a_later_one(number: int) -> None:
     name, flops = PEAK_FLOPS[number]
     assert peak_flops("cuda", f"NVIDIA {name}") == flops
+
+
+def test_a_peak_that_is_no_number_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPINFER_PEAK_FLOPS", "fast")
+    with pytest.raises(ValueError, match="DEEPINFER_PEAK_FLOPS='fast': must be a number > 0"):
+        Observer("cpu")
