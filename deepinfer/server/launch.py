@@ -156,6 +156,14 @@ class DrainingServer(uvicorn.Server):
         if not self.is_announced and self.state.text.engine.state == "ready":
             self.is_announced = True
             print(f"serving {self.state.text.name!r} at {self.url}/v1", flush=True)
+            config, num_blocks = self.state.engine_config, self.state.text.engine.stats().num_blocks
+            logger.info(
+                "on %s: context of %s tokens, KV cache of %s tokens, at most %s sequences at a time",
+                config["device"],
+                f"{self.state.text.max_model_len:,}",
+                f"{num_blocks * config['block_size']:,}",
+                config["max_num_seqs"],
+            )
         if getattr(self.state.text.engine, "start_error", None) is not None:
             self.should_exit = True  # the model cannot be loaded: run_server raises why
         if self.state.draining and not self.should_exit:
