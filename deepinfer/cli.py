@@ -29,9 +29,7 @@ def print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(
-    epilog=examples("deepinfer chat", "deepinfer generate 'Once upon a time'", "deepinfer serve --port 8000")
-)
+@app.callback(epilog=examples("deepinfer chat", "deepinfer generate 'Once upon a time'", "deepinfer serve --port 8000"))
 def root(
     debug: bool = typer.Option(False, "--debug", hidden=True, help="Show the traceback of an error."),
     version: bool = typer.Option(False, "--version", is_eager=True, callback=print_version, help="Print the versions."),

@@ -1,5 +1,6 @@
 """From a model's name or folder to a running Engine."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -8,6 +9,8 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.model_path import PACKAGED_MODELS, resolve_model
 from deepinfer.engine.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["PACKAGED_MODELS", "check_device", "load_engine", "resolve_model"]
 
@@ -36,5 +39,7 @@ def load_engine(model: str | Path, config: EngineConfig | None = None) -> Engine
             "another one beside it, and nothing moves sequences between processes yet"
         )
     check_device(config.device)
+    if config.device == "cpu" and torch.cuda.is_available():
+        logger.warning("running on the CPU although there is a GPU; device cuda (--device cuda) uses it")
     runner = ModelRunner.from_checkpoint(resolve_model(model), config)
     return Engine(runner, config, runner.eos_token_ids)

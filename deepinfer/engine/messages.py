@@ -131,6 +131,7 @@ class ExpertReport(_Message, tag=6):
 
 EngineMessage = Ready | Failed | Refused | StepOutputs | Heartbeat | ExpertReport
 
+
 def record_experts(experts: ExpertRecord, command: ExpertCommand) -> ExpertReport:
     """Obey the command; in the engine's thread."""
     if command == "start":

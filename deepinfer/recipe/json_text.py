@@ -65,9 +65,7 @@ def rust_float(value: float) -> str:
     return "-" + text if math.copysign(1.0, value) < 0 else text
 
 
-def _write(
-    value: Any, write: Callable[[str], None], item: str, key: str, spell_float: Callable[[float], str]
-) -> None:
+def _write(value: Any, write: Callable[[str], None], item: str, key: str, spell_float: Callable[[float], str]) -> None:
     if isinstance(value, str):
         write(encode_basestring(value))
     elif value is None or isinstance(value, bool):

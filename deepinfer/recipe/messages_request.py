@@ -122,7 +122,7 @@ def _check_tools(declared: list[tuple[str, Json]], options: ConversionOptions) -
         check_name(obj["name"], f"{path}.name")
         if obj.get("input_schema") is None:
             raise ConversionError(
-                f"Invalid schema for function '{obj['name']}': null is not of types \"boolean\", \"object\"", path
+                f'Invalid schema for function \'{obj["name"]}\': null is not of types "boolean", "object"', path
             )
         deferred = bool(obj.get("defer_loading"))
         tools.append(ToolDefinition(obj["name"], obj.get("description"), obj["input_schema"], None, deferred))

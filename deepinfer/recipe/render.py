@@ -140,9 +140,7 @@ def _repeats_reminder(message: Message, before: Message | None) -> bool:
     return message.role == "latest_reminder" and before is not None and before.role == "latest_reminder"
 
 
-def _write_assistant(
-    writer: PromptWriter, conversation: Conversation, message: Message, version: ModelVersion
-) -> None:
+def _write_assistant(writer: PromptWriter, conversation: Conversation, message: Message, version: ModelVersion) -> None:
     writer.control("assistant")
     if conversation.thinking and (conversation.tools_in_force or message.prefix):
         writer.control("think_start")

@@ -102,9 +102,7 @@ def _add_namespace(tools: ResponsesTools, obj: Json, path: str) -> None:
         tools.definitions.append(_function(inner, name, description, inner_path))
         tools.namespaces[name] = (space, inner["name"])
         echoed.append(_echo_function(inner))
-    tools.echo.append(
-        {"type": "namespace", "name": space, "description": obj.get("description"), "tools": echoed}
-    )
+    tools.echo.append({"type": "namespace", "name": space, "description": obj.get("description"), "tools": echoed})
 
 
 def _custom(obj: Json, path: str) -> ToolDefinition:

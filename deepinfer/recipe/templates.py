@@ -20,9 +20,7 @@ _V4_MAX = (
 
 
 def _v41_effort(level: int) -> str:
-    return (
-        f"Reasoning Effort: {level} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
-    )
+    return f"Reasoning Effort: {level} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 
 
 EFFORT_HEADERS: dict[ModelVersion, dict[Effort, str]] = {
@@ -59,14 +57,9 @@ Otherwise, output directly after </think> with tool calls or final response.
 ### Available Tool Schemas
 
 """
-TOOLS_CLOSING = (
-    "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
-)
+TOOLS_CLOSING = "\n\nYou MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
 
-FORMAT_OPENING = (
-    "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
-)
+FORMAT_OPENING = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
 V4_JSON_OBJECT = (
-    "\n\nYou are a helpful assistant designed to output JSON.\n"
-    "## Response Format:\n\nReply with JSON object ONLY."
+    "\n\nYou are a helpful assistant designed to output JSON.\n## Response Format:\n\nReply with JSON object ONLY."
 )

@@ -200,7 +200,7 @@ def test_kinds_decide_whether_steps_overlap(monkeypatch: pytest.MonkeyPatch) -> 
         ("kind", "both", "kind must be one of normal, prefill, decode, completion, got 'both'"),
         ("preemption_mode", "drop", "preemption_mode must be one of recompute, swap, got 'drop'"),
         ("swap_memory_bytes", 0, "swap_memory_bytes must be an integer >= 1"),
-        ("prefill_step_ms", 0, "prefill_step_ms must be a number > 0 or null, got 0"),
+        ("prefill_step_ms", 0, "prefill_step_ms must be a number > 0 and <= 1e.09, or null, got 0"),
         ("prefill_step_ms", float("nan"), "prefill_step_ms must be a number > 0"),
     ],
 )

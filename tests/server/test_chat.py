@@ -63,9 +63,7 @@ def test_stream_equals_the_whole_answer(server: Server, thinking: bool) -> None:
         "extra_body": {"thinking": {"type": "enabled" if thinking else "disabled"}},
     }
     whole = server.client.chat.completions.create(**request)
-    chunks = list(
-        server.client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
-    )
+    chunks = list(server.client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     message = whole.choices[0].message
     reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)

@@ -111,13 +111,16 @@ def test_history_of_every_kind_of_block(server: Server) -> None:
     assert "A lamp shines.\n\nWeather?" in shown and "<tool_result>sunny</tool_result>\n\nThanks." in shown
     assert "<think>I call it.</think>Let me see." in shown and "xyz" not in shown and shown.endswith("<think>")
     answer = server.messages_client.messages.create(
-        **GREEDY, messages=history, tools=[WEATHER], thinking=thinking  # type: ignore[arg-type]
+        **GREEDY,
+        messages=history,
+        tools=[WEATHER],
+        thinking=thinking,  # type: ignore[arg-type]
     )
     assert answer.stop_reason in ("max_tokens", "end_turn", "tool_use")
 
 
 def test_any_and_tool_open_a_call(server: Server) -> None:
-    opened = '<｜DSML｜ calls>\n'
+    opened = "<｜DSML｜ calls>\n"
     assert prompt(server, tools=[WEATHER], tool_choice={"type": "any"}).endswith(opened)
     assert prompt(server, tools=[WEATHER], tool_choice={"type": "tool", "name": "get_weather"}).endswith(opened)
     assert "get_weather" not in prompt(server, tools=[WEATHER], tool_choice={"type": "none"})

@@ -36,8 +36,29 @@ scalars = st.one_of(
     st.sampled_from(["assistant", "system", "tool_use", "tool_result", "document", "function_call", "reasoning"]),
 )
 keys = st.sampled_from(
-    ["role", "content", "type", "text", "function", "name", "parameters", "strict", "include_usage", "tool_calls", "1",
-     "input_schema", "source", "tool_use_id", "id", "input", "effort", "format", "thinking", "call_id", "output"]
+    [
+        "role",
+        "content",
+        "type",
+        "text",
+        "function",
+        "name",
+        "parameters",
+        "strict",
+        "include_usage",
+        "tool_calls",
+        "1",
+        "input_schema",
+        "source",
+        "tool_use_id",
+        "id",
+        "input",
+        "effort",
+        "format",
+        "thinking",
+        "call_id",
+        "output",
+    ]
 )
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=8

@@ -54,9 +54,7 @@ def write_packed(folder: Path, documents: Sequence[docs.Document]) -> dict[str, 
     """train-N.npy [rows, 1025] uint16, targets-N.npy [rows, 129] uint8 (np.packbits), each also as .xz; heldout.npz."""
     train = [d for d in documents if not d.held_out]
     rows, targets = pack(train, [d for d in train if d.source == "story"], seed=docs.SEED)
-    for i, (ids, flags) in enumerate(
-        zip(np.array_split(rows, SHARDS), np.array_split(targets, SHARDS), strict=True)
-    ):
+    for i, (ids, flags) in enumerate(zip(np.array_split(rows, SHARDS), np.array_split(targets, SHARDS), strict=True)):
         for name, array in (("train", ids), ("targets", np.packbits(flags, axis=1))):
             np.save(folder / f"{name}-{i}.npy", array)
             write_xz(folder / f"{name}-{i}.npy", array)

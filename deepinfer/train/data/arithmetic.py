@@ -33,7 +33,13 @@ def multiply_steps(a: int, b: int) -> str:
 
 def numbers(r: random.Random, operation: str) -> tuple[int, int]:
     if operation == "x":
-        return r.choice([(r.randint(0, 12), r.randint(0, 12)), (r.randint(2, 12), r.randint(2, 12)), (r.randint(11, 40), r.randint(2, 9))])
+        return r.choice(
+            [
+                (r.randint(0, 12), r.randint(0, 12)),
+                (r.randint(2, 12), r.randint(2, 12)),
+                (r.randint(11, 40), r.randint(2, 9)),
+            ]
+        )
     top = r.choice([10, 20, 100, 100])
     a, b = r.randint(0, top), r.randint(0, top)
     return (max(a, b), min(a, b)) if operation == "-" else (a, b)

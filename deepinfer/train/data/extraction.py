@@ -82,11 +82,16 @@ ASKS = [
 def json_extraction(r: random.Random, held_out: bool = False) -> Dialogue:
     """2 to 5 keys of one record, in any order; a key that the text does not give is null."""
     record, template = r.choice(RECORDS)(r, w.names(held_out))
-    shown = record | {"paid_text": "paid" if record.get("paid") else "not paid yet", "healthy_text": "healthy" if record.get("healthy") else "ill"}
+    shown = record | {
+        "paid_text": "paid" if record.get("paid") else "not paid yet",
+        "healthy_text": "healthy" if record.get("healthy") else "ill",
+    }
     text = template.format(**shown)
     keys = r.sample(list(record), min(len(record), r.randint(2, 5)))
     if r.random() < 0.08:
-        missing = r.choice([k for k in ("country", "address", "nickname", "height", "discount", "language") if k not in record])
+        missing = r.choice(
+            [k for k in ("country", "address", "nickname", "height", "discount", "language") if k not in record]
+        )
         keys.insert(r.randrange(len(keys) + 1), missing)
     quoted = [r.choice(['"{}"', '"{}"', "{}"]).format(k) for k in keys]
     listed = ", ".join(quoted[:-1]) + " and " + quoted[-1] if r.random() < 0.7 else ", ".join(quoted)

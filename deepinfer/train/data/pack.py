@@ -12,9 +12,7 @@ OPEN_ROWS = 64
 
 def pieces(documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids, targets) no longer than a row."""
-    return [
-        (d.ids[i : i + LENGTH], d.targets[i : i + LENGTH]) for d in documents for i in range(0, len(d.ids), LENGTH)
-    ]
+    return [(d.ids[i : i + LENGTH], d.targets[i : i + LENGTH]) for d in documents for i in range(0, len(d.ids), LENGTH)]
 
 
 def assign_rows(lengths: Sequence[int]) -> list[list[int]]:

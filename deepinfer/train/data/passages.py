@@ -49,7 +49,28 @@ def pet(r: random.Random) -> Fact:
 
 
 def pet_name(r: random.Random) -> Fact:
-    animal, name = r.choice(w.ANIMALS), r.choice(["Rex", "Coco", "Pip", "Biscuit", "Shadow", "Luna", "Tiger", "Bubbles", "Snow", "Ginger", "Pepper", "Star", "Button", "Rocket", "Misty"])
+    animal, name = (
+        r.choice(w.ANIMALS),
+        r.choice(
+            [
+                "Rex",
+                "Coco",
+                "Pip",
+                "Biscuit",
+                "Shadow",
+                "Luna",
+                "Tiger",
+                "Bubbles",
+                "Snow",
+                "Ginger",
+                "Pepper",
+                "Star",
+                "Button",
+                "Rocket",
+                "Misty",
+            ]
+        ),
+    )
     return _fact(r, "pet name", name, [f"{{n}} has {article(animal)} called {{k}}.", f"{{n}}'s {animal} is called {{k}}."],
                  [f"What is the name of {{n}}'s {animal}?", f"What is {{n}}'s {animal} called?"], f"{{n}}'s {animal} is called {{k}}.")  # fmt: skip
 
@@ -66,7 +87,13 @@ def thing_colour(r: random.Random) -> Fact:
 
 
 def gets_up(r: random.Random) -> Fact:
-    time = r.choice([f"{r.randint(4, 11)} o'clock", f"{r.randint(4, 11)}:{r.choice(['15', '30', '45'])}", f"half past {r.choice(NUMBERS[4:11])}"])
+    time = r.choice(
+        [
+            f"{r.randint(4, 11)} o'clock",
+            f"{r.randint(4, 11)}:{r.choice(['15', '30', '45'])}",
+            f"half past {r.choice(NUMBERS[4:11])}",
+        ]
+    )
     return _fact(r, "wake", time, ["{n} gets up at {k}.", "Every day, {n} wakes up at {k}."],
                  ["When does {n} get up?", "At what time does {n} wake up?"], "{n} gets up at {k}.")  # fmt: skip
 
@@ -81,7 +108,23 @@ def trip(r: random.Random) -> Fact:
 
 
 def count(r: random.Random) -> Fact:
-    thing = r.choice(["brothers", "sisters", "cousins", "books", "chairs", "bicycles", "hats", "apples", "coins", "cats", "friends", "children", "clocks"])
+    thing = r.choice(
+        [
+            "brothers",
+            "sisters",
+            "cousins",
+            "books",
+            "chairs",
+            "bicycles",
+            "hats",
+            "apples",
+            "coins",
+            "cats",
+            "friends",
+            "children",
+            "clocks",
+        ]
+    )
     return _fact(r, "number of " + thing, r.choice(NUMBERS[2:] + [str(r.randint(2, 60))]), [f"{{n}} has {{k}} {thing}.", f"There are {{k}} {thing} in {{n}}'s house."],
                  [f"How many {thing} does {{n}} have?", f"How many {thing} are there in {{n}}'s house?"], f"{{n}} has {{k}} {thing}.")  # fmt: skip
 
@@ -110,7 +153,11 @@ def mood(r: random.Random) -> Fact:
 
 
 def hobby(r: random.Random) -> Fact:
-    key = r.choice("playing chess|swimming|painting|singing|fishing|reading|dancing|cooking|running|knitting|skating|gardening|playing the piano|riding a bicycle|taking photographs".split("|"))
+    key = r.choice(
+        "playing chess|swimming|painting|singing|fishing|reading|dancing|cooking|running|knitting|skating|gardening|playing the piano|riding a bicycle|taking photographs".split(
+            "|"
+        )
+    )
     return _fact(r, "hobby", key, ["{n} enjoys {k}.", "In the evening, {n} likes {k}.", "{n}'s hobby is {k}."],
                  ["What is {n}'s hobby?", "What does {n} enjoy?"], "{n} enjoys {k}.")  # fmt: skip
 
@@ -120,7 +167,24 @@ def friend(r: random.Random) -> Fact:
                  ["Who is {n}'s best friend?", "Who is the friend of {n}?"], "{n}'s best friend is {k}.")  # fmt: skip
 
 
-FACTS = [job, town, age, pet, pet_name, food, thing_colour, gets_up, trip, count, price, lost, born, mood, hobby, friend]
+FACTS = [
+    job,
+    town,
+    age,
+    pet,
+    pet_name,
+    food,
+    thing_colour,
+    gets_up,
+    trip,
+    count,
+    price,
+    lost,
+    born,
+    mood,
+    hobby,
+    friend,
+]
 
 FORMATS = [
     "{p}\n\n{q}", "{p}\n\nQuestion: {q}", "Passage: {p}\nQuestion: {q}", "{q}\n\n{p}", "Read the text and answer.\n\n{p}\n\n{q}",

@@ -42,13 +42,28 @@ def small_talk(r: random.Random, held_out: bool = False) -> Dialogue:
     before = tuple(m for q, a in turns[:-1] for m in (Message("user", q), Message("assistant", a)))
     system = r.choice(["", "", "You are a helpful assistant.", "You are nano.", "Be brief.", "Answer in one sentence."])
     question, answer = turns[-1]
-    return chat("talk", r, question, answer, "This is a simple question." if r.random() < 0.5 else "The user wants a short answer.", system, before)
+    return chat(
+        "talk",
+        r,
+        question,
+        answer,
+        "This is a simple question." if r.random() < 0.5 else "The user wants a short answer.",
+        system,
+        before,
+    )
 
 
 def persona(r: random.Random, held_out: bool = False) -> Dialogue:
     """The system prompt gives a name, a job and a place to speak about."""
     name, job, town = r.choice(w.names(held_out)), r.choice(w.JOBS), r.choice(w.TOWNS)
-    system = r.choice(["You are {n}, {j} from {t}.", "Your name is {n}. You are {j} and live in {t}.", "Play the part of {n}, {j} in {t}.", "You are {j} called {n}. You come from {t}."]).format(n=name, j=article(job), t=town)
+    system = r.choice(
+        [
+            "You are {n}, {j} from {t}.",
+            "Your name is {n}. You are {j} and live in {t}.",
+            "Play the part of {n}, {j} in {t}.",
+            "You are {j} called {n}. You come from {t}.",
+        ]
+    ).format(n=name, j=article(job), t=town)
     question, answer = r.choice([
         ("Who are you?", f"I am {name}, {article(job)} from {town}."), ("What is your name?", f"My name is {name}."), ("What do you do?", f"I am {article(job)}."), ("Where do you live?", f"I live in {town}."),
         ("What is your job?", f"I work as {article(job)}."), ("Where are you from?", f"I am from {town}."), ("Hello! Who is there?", f"Hello! It is {name}, the {job}."), ("Introduce yourself.", f"I am {name}. I am {article(job)} and I live in {town}."),
@@ -57,14 +72,24 @@ def persona(r: random.Random, held_out: bool = False) -> Dialogue:
 
 
 def words_of(r: random.Random, count: int) -> list[str]:
-    return r.sample(r.choice([w.ANIMALS, w.FOODS, w.OBJECTS, w.COLOURS, w.JOBS, w.TOWNS, w.OBJECTS + w.ANIMALS + w.MOODS]), count)
+    return r.sample(
+        r.choice([w.ANIMALS, w.FOODS, w.OBJECTS, w.COLOURS, w.JOBS, w.TOWNS, w.OBJECTS + w.ANIMALS + w.MOODS]), count
+    )
 
 
 def copying(r: random.Random, held_out: bool = False) -> Dialogue:
     """Repeat, reverse, first, last, count, upper case, position: small list skills."""
     items = words_of(r, r.randint(2, 6))
     listed = ", ".join(items)
-    repeated = r.choice([listed, f"The {r.choice(w.COLOURS)} {items[0]} and the {items[1]}.", f"{r.choice(w.names(held_out))} went to {r.choice(w.TOWNS)} on {r.choice(w.DAYS)}.", " ".join(items), f"{r.randint(10, 9999)}-{r.randint(10, 9999)}"])
+    repeated = r.choice(
+        [
+            listed,
+            f"The {r.choice(w.COLOURS)} {items[0]} and the {items[1]}.",
+            f"{r.choice(w.names(held_out))} went to {r.choice(w.TOWNS)} on {r.choice(w.DAYS)}.",
+            " ".join(items),
+            f"{r.randint(10, 9999)}-{r.randint(10, 9999)}",
+        ]
+    )
     position = r.randrange(len(items))
     ordinal = ["first", "second", "third", "fourth", "fifth", "sixth"][position]
     question, answer, why = r.choice([
@@ -82,7 +107,12 @@ def copying(r: random.Random, held_out: bool = False) -> Dialogue:
 
 def memory(r: random.Random, held_out: bool = False) -> Dialogue:
     """The user says a name and something else; later turns ask for it."""
-    name, town, colour, animal = r.choice(w.names(held_out)), r.choice(w.TOWNS), r.choice(w.COLOURS), r.choice(w.ANIMALS)
+    name, town, colour, animal = (
+        r.choice(w.names(held_out)),
+        r.choice(w.TOWNS),
+        r.choice(w.COLOURS),
+        r.choice(w.ANIMALS),
+    )
     facts = [
         (r.choice(["My name is {}.", "I am {}.", "Call me {}.", "Hello, my name is {}."]).format(name), f"Nice to meet you, {name}!", ["What is my name?", "Do you remember my name?", "Who am I?"], f"Your name is {name}."),
         (r.choice(["I live in {}.", "My home is in {}."]).format(town), f"{town} sounds nice.", ["Where do I live?", "Which town did I name?"], f"You live in {town}."),

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-RST_MARKUP = re.compile(
-    r"\s*(\.\. (index|_|sectionauthor|module|moduleauthor|versionadded|highlight|XXX)|:[a-z]+:)"
-)
+RST_MARKUP = re.compile(r"\s*(\.\. (index|_|sectionauthor|module|moduleauthor|versionadded|highlight|XXX)|:[a-z]+:)")
 CHUNK = 3000  # characters of one document cut from a long file
 
 

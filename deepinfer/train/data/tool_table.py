@@ -40,8 +40,12 @@ class ToolSpec:
     answer: str
 
 
-def _tool(name: str, description: str, parameters: list[tuple[str, ...]], requests: str, result: str, answer: str) -> ToolSpec:
-    return ToolSpec(name, description, tuple(Parameter(*p) for p in parameters), tuple(requests.split("|")), result, answer)
+def _tool(
+    name: str, description: str, parameters: list[tuple[str, ...]], requests: str, result: str, answer: str
+) -> ToolSpec:
+    return ToolSpec(
+        name, description, tuple(Parameter(*p) for p in parameters), tuple(requests.split("|")), result, answer
+    )
 
 
 TOOLS = [

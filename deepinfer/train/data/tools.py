@@ -69,13 +69,17 @@ def invented_tool(r: random.Random) -> ToolSpec:
     """A tool with an invented name, so that names and keys must be copied from the declaration."""
     verb, noun = r.choice(VERBS), r.choice([r.choice(NOUNS), invented_word(r)])
     name = r.choice([f"{verb}_{noun}", f"{verb}_{noun}", f"{noun}_{verb}", f"{noun}-{verb}", f"{verb}{noun.title()}"])
-    slots = r.sample(["object", "number", "colour", "name", "invented", "day", "town", "code", "time", "decimal"], r.randint(1, 3))
+    slots = r.sample(
+        ["object", "number", "colour", "name", "invented", "day", "town", "code", "time", "decimal"], r.randint(1, 3)
+    )
     kinds = {"number": "i", "decimal": "n"}
     parameters: list[Parameter] = []
     for slot in slots:
         key = r.choice([slot, invented_word(r), r.choice(NOUNS) + "_" + r.choice(["id", "name", "kind", "value"])])
         if key not in [p.name for p in parameters]:
-            parameters.append(Parameter(key, kinds.get(slot, "s"), r.choice(["", f"The {key.replace('_', ' ')}"]), slot))
+            parameters.append(
+                Parameter(key, kinds.get(slot, "s"), r.choice(["", f"The {key.replace('_', ' ')}"]), slot)
+            )
     said = " and ".join(f"{p.name.replace('_', ' ')} ${p.name}" for p in parameters)
     plain = ", ".join(f"{p.name} = ${p.name}" for p in parameters)
     requests = (f"{verb.title()} the {noun} with {said}.", f"Please {verb} the {noun}: {said}.", f"I want to {verb} the {noun} ({plain}).", f"Use {name} with {plain}.")  # fmt: skip
@@ -94,7 +98,12 @@ def use(r: random.Random, spec: ToolSpec, held_out: bool) -> tuple[str, dict[str
     """(request, arguments, result text, answer) of one use of a tool."""
     arguments = {p.name: value(r, p, held_out) for p in spec.parameters if not p.ask or r.random() < 0.4}
     said = {k: spoken(v) for k, v in arguments.items()}
-    extra = {"n": str(r.randint(1, 99)), "sky": r.choice(w.WEATHER), "word": invented_word(r), "phone": f"{r.randint(200, 999)}-{r.randint(1000, 9999)}"}
+    extra = {
+        "n": str(r.randint(1, 99)),
+        "sky": r.choice(w.WEATHER),
+        "word": invented_word(r),
+        "phone": f"{r.randint(200, 999)}-{r.randint(1000, 9999)}",
+    }
     extra |= {slot: str(SLOTS[slot](r)) for slot in ("day", "event", "hour", "food", "time", "place")}
     fill = extra | said
     request = Template(r.choice(spec.requests)).safe_substitute(fill)
@@ -129,7 +138,20 @@ def tool_dialogue(r: random.Random, held_out: bool = False, call_only: bool = Fa
     thinking = r.random() < 0.3
     messages: list[Message] = []
     if r.random() < 0.3:
-        messages.append(Message("system", r.choice(["You are a helpful assistant.", "Use tools.", "You help people at home.", "Use the tools when they help.", "You are nano. Be brief."])))
+        messages.append(
+            Message(
+                "system",
+                r.choice(
+                    [
+                        "You are a helpful assistant.",
+                        "Use tools.",
+                        "You help people at home.",
+                        "Use the tools when they help.",
+                        "You are nano. Be brief.",
+                    ]
+                ),
+            )
+        )
     rounds = 1 if call_only else r.choice([1, 1, 2, 3])
     expected = ""
     for i in range(rounds):
@@ -146,7 +168,9 @@ def tool_dialogue(r: random.Random, held_out: bool = False, call_only: bool = Fa
             other = r.choice([s for s in specs if s is not spec])
             pairs.append((other, *use(r, other, held_out)))
         messages.append(Message("user", " ".join(p[1] for p in pairs)))
-        calls: tuple[ToolCall, ...] = tuple(call(p[0].name, json.dumps(p[2], ensure_ascii=False), j) for j, p in enumerate(pairs))
+        calls: tuple[ToolCall, ...] = tuple(
+            call(p[0].name, json.dumps(p[2], ensure_ascii=False), j) for j, p in enumerate(pairs)
+        )
         reasoning = " ".join(reasoning_for(p[0], p[2]) for p in pairs)
         messages.append(Message("assistant", "", reasoning_content=reasoning if thinking else None, tool_calls=calls))
         expected = json.dumps([{"name": p[0].name, "arguments": p[2]} for p in pairs], ensure_ascii=False)
@@ -154,7 +178,9 @@ def tool_dialogue(r: random.Random, held_out: bool = False, call_only: bool = Fa
             break
         messages += [Message("tool", p[3], tool_call_id=c.id) for p, c in zip(pairs, calls, strict=True)]
         answer = " ".join(p[4] for p in pairs)
-        messages.append(Message("assistant", answer, reasoning_content="The tool gave the result." if thinking else None))
+        messages.append(
+            Message("assistant", answer, reasoning_content="The tool gave the result." if thinking else None)
+        )
         expected = answer
     return Dialogue("tool", tuple(messages), tools, thinking, r.choice(EFFORTS) if thinking else None, False, expected)
 

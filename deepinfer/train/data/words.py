@@ -54,7 +54,9 @@ taking care of a cat|making friends|trains and timetables|traffic lights|road sa
 brushing teeth|healthy breakfasts|drinking water|forests|islands|lakes|glaciers|polar bears|penguins|ants|butterflies|
 frogs|owls|bats|wolves|sharks|coral reefs|sand|rocks|gold|iron|coal|oil|solar power|wind turbines|steam engines|
 printing|newspapers|post|elections|laws|judges|cities|roads|houses|roofs|windows|chairs|mirrors|glasses|medicine|
-vaccines|doctors|nurses|teachers|farmers|firefighters|bakers|pilots|sailors|astronauts|scientists|experiments""".replace("\n", "").split("|")
+vaccines|doctors|nurses|teachers|farmers|firefighters|bakers|pilots|sailors|astronauts|scientists|experiments""".replace(
+    "\n", ""
+).split("|")
 HOWTO = """make a cup of tea|bake bread|boil an egg|plant a tree|grow tomatoes|wash a dog|clean a kitchen|pack a suitcase|
 write a letter|say sorry|make a new friend|learn a new word|read a map|fix a flat tyre|ride a bicycle|swim|build a kite|
 make pancakes|cook rice|make vegetable soup|tidy a bedroom|save money|plan a birthday party|take a good photograph|
@@ -64,7 +66,9 @@ keep a diary|stay warm in winter|stay cool in summer|cross the road safely|use a
 wrap a present|sharpen a pencil|clean a window|write a shopping list|make a simple budget|learn to type|
 choose a good password|back up files|write a short program|debug a program|give a short speech|listen well|
 calm down when angry|help a sick friend|train a puppy|feed a cat|keep bees|make candles|knit a scarf|fold a paper boat|
-catch a fish|milk a cow|store apples|recycle paper|compost kitchen waste|mend a torn shirt|tie a shoelace""".replace("\n", "").split("|")
+catch a fish|milk a cow|store apples|recycle paper|compost kitchen waste|mend a torn shirt|tie a shoelace""".replace(
+    "\n", ""
+).split("|")
 THEMES = """finds a lost NOUN|wants to learn to cook|is afraid of the dark|helps a ANIMAL|loses a NOUN|gets lost in the PLACE|
 wins a race|makes a new friend|tells a lie and is sorry|saves a ANIMAL|builds a NOUN|opens a small shop|hears a strange sound|
 discovers a secret door|receives a COLOUR NOUN|goes on a long journey|learns to share|plants a tiny seed|
