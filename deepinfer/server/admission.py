@@ -68,8 +68,8 @@ class Admission:
         self.check_queue()
         most = self.limits.max_concurrency_per_key
         if most is not None:
-            # By answer id: a client may give the same request id to several requests.
-            running = {place.ticket.answer_id for place in self._places if place.ticket.owner == ticket.owner}
+            # By the ticket itself: a client may give all its requests the same names.
+            running = {id(place.ticket) for place in self._places if place.ticket.owner == ticket.owner}
             if len(running) >= most:
                 message = f"{most} requests of this API key are in progress already, which is the limit"
                 raise self._refusal("key_concurrency", message, QUEUE_RETRY_SECONDS)

@@ -8,15 +8,20 @@ import time
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+WRITE_SECONDS = 60.0  # for a client to take some of its answer, when the buffers are full
 HEADER_SECONDS = 20.0  # for the headers of a request to arrive; its body: see body.py
 MAX_HEADER_BYTES = 64 * 1024
 WARNING_SECONDS = 60.0  # between two equal warnings about bad requests
 
 
 class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Uvicorn's protocol, patient but not endlessly: it waits HEADER_SECONDS for headers of MAX_HEADER_BYTES."""
+    """Uvicorn's protocol, patient but not endlessly: it waits HEADER_SECONDS for headers of MAX_HEADER_BYTES.
+
+    A client that takes nothing of its answer for WRITE_SECONDS is cut off: its requests would hold their places.
+    """
 
     _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
     _header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -25,7 +30,21 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._stop_waiting()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_waiting()
+        super().resume_writing()
+
+    def _stop_waiting(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

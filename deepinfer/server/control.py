@@ -17,6 +17,7 @@ from deepinfer.server.errors import ApiError
 from deepinfer.server.state import owner_of, server_state
 
 router = APIRouter()
+MAX_NAMES = 1024  # each is looked for among all that runs
 PAUSE_MODES = ("abort", "wait")
 POLL_SECONDS = 0.01
 PROFILER_SECONDS = 60.0  # for the step in progress to end, and its trace to be written
@@ -59,6 +60,8 @@ async def abort_request(request: Request) -> dict[str, Any]:
 def _abort(request: Request, names: list[str] | None) -> dict[str, Any]:
     """Those of these names, or all."""
     state, owner = server_state(request), owner_of(request)
+    if names is not None and len(names) > MAX_NAMES:
+        raise ApiError(f"request_ids may hold at most {MAX_NAMES} names, got {len(names)}", param="request_ids")
     if names is None:
         return {"aborted": sorted(state.running.abort(owner)), "unknown": []}
     aborted = {name: state.running.abort(owner, name) for name in names}
@@ -75,7 +78,7 @@ async def pause(request: Request, mode: str = "abort") -> dict[str, Any]:
 
     Requests in progress are aborted, or with `mode=wait` may finish.  The mode may also be in a JSON body (SGLang).
     """
-    if request.headers.get("content-length", "0") != "0":
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
         mode = (await read_json(request)).get("mode", mode)
     if mode not in PAUSE_MODES:
         raise ApiError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {str(mode)[:200]!r}", param="mode")

@@ -16,6 +16,7 @@ from deepinfer.server.errors import ApiError
 from deepinfer.server.logprobs import finite
 from deepinfer.server.native import start
 from deepinfer.server.protocol import NOT_SAMPLED, CompletionRequest, RequestName, TokenIds
+from deepinfer.server.sizes import check_sizes
 from deepinfer.server.state import open_ticket, server_state
 from deepinfer.server.streams import collect, event_stream, merge
 from deepinfer.server.text_engine import Delta
@@ -52,6 +53,7 @@ async def generate(request: Request) -> Response:
     body = validate(InferenceRequest, await read_json(request))
     state.check_model(body.model)
     given = body.sampling_params or {}
+    check_sizes(state.text, given)
     unknown = sorted(given.keys() - _SAMPLING)
     if unknown:
         message = f"sampling_params: unknown name {unknown[0][:200]!r}; known are {', '.join(sorted(_SAMPLING))}"

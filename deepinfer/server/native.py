@@ -17,6 +17,7 @@ from deepinfer.server.logprobs import finite, token_text
 from deepinfer.server.protocol import NOT_SAMPLED, CompletionRequest, RequestName, Texts, TokenIds
 from deepinfer.server.running import Ticket
 from deepinfer.server.sequences import RunningSequence
+from deepinfer.server.sizes import check_sizes
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import collect, event_stream, merge
 from deepinfer.server.text_engine import Delta, TextReader
@@ -95,6 +96,7 @@ async def generate(request: Request) -> Response:
     ticket = open_ticket(request, "gen-")
     state = server_state(request)
     body = validate(GenerateRequest, await read_json(request))
+    check_sizes(state.text, body.sampling_params or {})
     ticket = ticket.renamed(body.rid)
     try:
         choices, streams = await start(request, body.completion(state.text.name), ticket)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,7 +22,7 @@ from deepinfer.server.errors import ApiError
 router = APIRouter()
 # What other servers call the formats that V4 and V4.1 share.
 KNOWN_PARSERS = ("auto", "deepinfer", "deepseek-v3", "deepseek-v4", "deepseek_v4", "deepseekv32", "deepseekv4")
-_END = re.compile("(<｜end▁of▁sentence｜>)+$")  # a template's decoded output may still carry it
+END = "<｜end▁of▁sentence｜>"  # a template's decoded output may still carry some
 
 
 class ParseFunctionCallRequest(BaseModel):
@@ -50,17 +49,7 @@ async def parse_function_call(request: Request) -> dict[str, Any]:
     check_parser(body.tool_call_parser, "tool_call_parser")
     functions = [tool.get("function") for tool in body.tools or ()]
     known = [function.get("name") if isinstance(function, dict) else None for function in functions]
-    calls: list[dict[str, Any]] = []
-    normal = ""
-    for event in await beside_loop(request, parse, body.text, ParsingOptions(parse_tool_calls=True)):
-        if isinstance(event, AnswerText):
-            normal += event.text
-        elif isinstance(event, ToolCallStart):
-            index = known.index(event.name) if event.name in known else -1
-            calls.append({"tool_index": index, "name": event.name, "parameters": ""})
-        elif isinstance(event, ToolCallArguments):
-            calls[event.index]["parameters"] += event.text
-    return {"normal_text": normal, "calls": calls}
+    return await beside_loop(request, tool_calls, body.text, known)
 
 
 @router.post("/separate_reasoning", openapi_extra=request_schema(SeparateReasoningRequest))
@@ -80,6 +69,28 @@ def check_parser(name: str | None, param: str) -> None:
         raise ApiError(f"{param} must be one of {', '.join(KNOWN_PARSERS)}, got {name[:200]!r}", param=param)
 
 
+def tool_calls(text: str, known: list[str | None]) -> dict[str, Any]:
+    """`known` are the tools' names; a call of another one has the index -1."""
+    normal: list[str] = []
+    calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []  # joined once: text that grows by pieces would be copied for each
+    for event in parse(text, ParsingOptions(parse_tool_calls=True)):
+        if isinstance(event, AnswerText):
+            normal.append(event.text)
+        elif isinstance(event, ToolCallStart):
+            index = known.index(event.name) if event.name in known else -1
+            calls.append({"tool_index": index, "name": event.name})
+            arguments.append([])
+        elif isinstance(event, ToolCallArguments):
+            arguments[event.index].append(event.text)
+    for call, parts in zip(calls, arguments, strict=True):
+        call["parameters"] = "".join(parts)
+    return {"normal_text": "".join(normal), "calls": calls}
+
+
 def parse(text: str, options: ParsingOptions) -> list[Event]:
     parser = StreamParser(options)
-    return [*parser.push(_END.sub("", text)), *parser.finish()]
+    end = len(text)
+    while text.endswith(END, 0, end):
+        end -= len(END)
+    return [*parser.push(text[:end]), *parser.finish()]

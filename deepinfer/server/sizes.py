@@ -10,11 +10,11 @@ from deepinfer.server.text_engine import TextEngine
 MAX_VALUES = 1 << 20  # values in one body
 MAX_CONTAINERS = 1 << 17  # objects and lists among them: these cost the most
 MAX_ENTRIES = 16384  # of a field; lists of token IDs may fill the context
-MAX_STOP_CHARS = 1024  # of one stop string
+MAX_STOP_CHARS = 1024  # of one stop string or bad word
 _COSTLY = ("messages", "input", "tools")  # each entry costs a token or more
-_TOKEN_IDS = ("prompt", "tokens", "golden_token_ids")
-_STOPS = ("stop", "stop_sequences")
-_PROMPT_TEXTS = ("prompt", "input", "instructions", "system")
+_TOKEN_IDS = ("prompt", "tokens", "golden_token_ids", "input_ids", "token_ids")
+_STOPS = ("stop", "stop_sequences", "bad_words")
+_PROMPT_TEXTS = ("prompt", "input", "instructions", "system", "text")
 
 
 def check_structure(body: bytes | bytearray) -> None:
@@ -44,7 +44,7 @@ def check_sizes(text: TextEngine, raw: dict[str, Any]) -> None:
                 raise ApiError(f"{name[:200]} may hold at most {most} entries, got {len(value)}", param=name[:200])
         parts = value if isinstance(value, list) else [value]
         if name in _STOPS and any(isinstance(part, str) and len(part) > MAX_STOP_CHARS for part in parts):
-            raise ApiError(f"{name}: a stop string may have at most {MAX_STOP_CHARS} characters", param=name)
+            raise ApiError(f"{name}: an entry may have at most {MAX_STOP_CHARS} characters", param=name)
         if name in _PROMPT_TEXTS:
             for part in parts:
                 if isinstance(part, str):

