@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.bench.flash_mla import copy_bandwidth, time_us
+from deepinfer.bench.cuda_timing import copy_bandwidth, time_us
 from deepinfer.bench.results import RESULTS_DIR, Record, measured, save
 from deepinfer.kernels.deep_gemm.activations import quantize_rows
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange

@@ -9,7 +9,6 @@ input sets, clocks left alone.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepinfer.bench.cuda_timing import Run, copy_bandwidth, matmul_rate, time_us
 from deepinfer.bench.results import RESULTS_DIR, Record, measured, save
 from deepinfer.kernels import ops
 from deepinfer.kernels.flash_mla.attention import fused_attention, sparse_attention
@@ -31,41 +31,6 @@ HEADS, DIM, WINDOW, SELECTED = 64, 512, 128, 512
 SCALE = DIM**-0.5
 SETS = 3  # input sets that a timing rotates among
 RING, BLOCK = 134, 128  # rows of a window ring and of a block of compressed KV
-
-Run = Callable[[], object]
-
-
-def time_us(runs: Sequence[Run], repeats: int = 15) -> float:
-    """Median microseconds of one run; `runs` do the same on different inputs, several to a graph replay."""
-    for run in runs:
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    times = []
-    for _ in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(runs))
-    return statistics.median(times[3:])
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second of a large copy on this card, reads and writes counted."""
-    source = torch.randn(1 << 30, device="cuda")
-    target = torch.empty_like(source)
-    return 8 * source.numel() / time_us([lambda: target.copy_(source)], 9) * 1e6
-
-
-def matmul_rate() -> float:
-    """BF16 FLOP/s of a large product on random data."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / time_us([lambda: a @ b], 9) * 1e6
 
 
 def random_slots(tokens: int, count: int, rows: int) -> Tensor:
