@@ -57,7 +57,8 @@ def quantize_rows(x: Tensor, scale_bytes: Tensor | None = None, rows: Tensor | N
     from_fp8 = scale_bytes is not None
     n, k = x.shape
     dtype = torch.float8_e4m3fn if from_fp8 else torch.bfloat16
-    if x.dtype != dtype or k % 32 or x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+    apart = x.stride(0) * x.element_size() if n > 1 else 0  # one row may have any stride
+    if x.dtype != dtype or k % 32 or x.stride(1) != 1 or apart % 16 or x.data_ptr() % 16:
         raise ValueError(f"x must be {dtype} [N, K], K % 32 == 0, rows 16 bytes aligned, got {x.dtype} {list(x.shape)}")
     if scale_bytes is not None and (list(scale_bytes.shape) != [n, k // 32] or scale_bytes.stride(1) != 1):
         raise ValueError(f"scale_bytes must be [{n}, {k // 32}], got {list(scale_bytes.shape)}")
@@ -68,7 +69,7 @@ def quantize_rows(x: Tensor, scale_bytes: Tensor | None = None, rows: Tensor | N
     if m == 0 or k == 0:
         return out, out_scales
     params = _Params(x=x.data_ptr(), out=out.data_ptr(), out_scales=out_scales.data_ptr(), m=m, k=k)
-    params.x_stride, params.out_scales_stride = x.stride(0) * x.element_size(), out_scales.stride(1)
+    params.x_stride, params.out_scales_stride = apart, out_scales.stride(1)
     if rows is not None:
         params.rows = rows.data_ptr()
     if scale_bytes is not None:
