@@ -88,9 +88,9 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         "steps between garbage collections of a busy engine; 0 leaves Python's collector as it is",
     ),
     "DEEPINFER_KERNELS": (
-        _choice("auto", "reference"),
+        _choice("auto", "reference", "triton"),
         "auto",
-        "auto takes the fastest kernels there are, reference the PyTorch ones",
+        "auto takes the fastest kernels there are, triton on a GPU none in CUDA C++, reference the PyTorch ones",
     ),
     "DEEPINFER_MAX_BACKTRACKING_TOKENS": (
         _number(int, 1),

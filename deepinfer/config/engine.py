@@ -40,7 +40,7 @@ class EngineConfig:
             "fp64" is for exactness tests.
         dtype: arithmetic of the model.
         quantize_activations: round activations to FP8 in front of FP8 and FP4 weights, as the released model does;
-            off is closer to exact arithmetic.
+            off is closer to exact arithmetic. None: on where the kernels multiply in FP8 (Hopper GPUs).
         device: "cpu", "cuda" or "cuda:N"; whether the machine has it is checked when the model is loaded.
         seed: where the draws of requests without a seed start; None starts somewhere else in every process.
         yoco_prefill_truncation_mode: "off" runs every prompt token through all layers; "mask" and "compact" run only
@@ -82,7 +82,7 @@ class EngineConfig:
     watermark: float = 0.01
     kv_cache_dtype: str = "auto"
     dtype: str = "auto"
-    quantize_activations: bool = False
+    quantize_activations: bool | None = None
     device: str = "cpu"
     seed: int | None = None
     kind: str = field(default_factory=partial(envs.get, "DEEPINFER_ENGINE_KIND"))
@@ -157,9 +157,7 @@ class EngineConfig:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
             raise ValueError(f"device must be cpu, cuda or cuda:N, got {shown(self.device)}")
-        if not isinstance(self.quantize_activations, bool):
-            raise ValueError(f"quantize_activations must be true or false, got {shown(self.quantize_activations)}")
-        for name in ("zero_overhead_scheduling", "cuda_graphs"):
+        for name in ("quantize_activations", "zero_overhead_scheduling", "cuda_graphs"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"{name} must be true, false or null, got {shown(value)}")

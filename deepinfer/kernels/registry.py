@@ -7,7 +7,8 @@
     def rms_norm_c(x, weight, eps): ...
 
 Calling the operation picks the backend of the first tensor's device. A backend that does not cover a case (a dtype, a
-format) returns NotImplemented and the reference runs. `DEEPINFER_KERNELS=reference` switches every backend off.
+format) returns NotImplemented and the reference runs. `DEEPINFER_KERNELS=reference` switches every backend off,
+`DEEPINFER_KERNELS=triton` those in CUDA C++.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from deepinfer import envs
 
 FORCE_REFERENCE = envs.get("DEEPINFER_KERNELS") == "reference"
+USES_CUDA_CPP = envs.get("DEEPINFER_KERNELS") == "auto"
 
 
 class Operation:

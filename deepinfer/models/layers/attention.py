@@ -10,6 +10,7 @@ from torch import Tensor
 from deepinfer.config.model import ModelConfig
 from deepinfer.config.parts import LayerPlan
 from deepinfer.kernels import ops
+from deepinfer.kernels.deep_gemm.linear import Fp8Weight
 from deepinfer.kernels.ops import RowFormat
 from deepinfer.models.caches import Caches
 from deepinfer.models.layers.compressor import Compressor
@@ -23,13 +24,13 @@ class Attention:
     """Weights of one layer's attention."""
 
     plan: LayerPlan
-    wq_a_wkv: Tensor  # [q_lora_rank + d, D]: both read the layer input
+    wq_a_wkv: Tensor | Fp8Weight  # [q_lora_rank + d, D]: both read the layer input
     q_norm: Tensor
-    wq_b: Tensor  # [H * d, q_lora_rank]
+    wq_b: Tensor | Fp8Weight  # [H * d, q_lora_rank]
     kv_norm: Tensor
     sink: Tensor  # [H]
     wo_a: Tensor  # [groups, o_lora_rank, H / groups * d]
-    wo_b: Tensor  # [D, groups * o_lora_rank]
+    wo_b: Tensor | Fp8Weight  # [D, groups * o_lora_rank]
     compressor: Compressor | None  # KV sources
     indexer: Indexer | None  # index sources
 

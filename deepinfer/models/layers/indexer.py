@@ -10,6 +10,7 @@ from torch import Tensor
 from deepinfer.config.model import ModelConfig
 from deepinfer.config.parts import LayerPlan
 from deepinfer.kernels import ops
+from deepinfer.kernels.deep_gemm.linear import Fp8Weight
 from deepinfer.kernels.ops import RowFormat
 from deepinfer.models.caches import Caches
 from deepinfer.models.layers.linear import quantized_linear
@@ -29,7 +30,7 @@ class Indexer:
     """Weights of an index source layer (Full or Reindex)."""
 
     plan: LayerPlan
-    wq_b: Tensor  # [Hi * di, q_lora_rank]
+    wq_b: Tensor | Fp8Weight  # [Hi * di, q_lora_rank]
     weights_proj: Tensor  # [Hi, D], the constant di^-0.5 * Hi^-0.5 folded in at run time
 
     def forward(

@@ -6,10 +6,16 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels import ops
+from deepinfer.kernels.deep_gemm.linear import Fp8Weight, fp8_linear
 
 
-def quantized_linear(x: Tensor, weight: Tensor, quantize_activations: bool) -> Tensor:
-    """x @ weight.T, with the activation rounded to FP8 (1 x 32 groups) first when the switch is on."""
+def quantized_linear(x: Tensor, weight: Tensor | Fp8Weight, quantize_activations: bool) -> Tensor:
+    """x @ weight.T, with the activation rounded to FP8 (1 x 32 groups) first when the switch is on.
+
+    A weight in FP8 is there for a kernel that always rounds (models/fp8.py).
+    """
+    if isinstance(weight, Fp8Weight):
+        return fp8_linear(x, weight)
     return ops.linear(ops.round_fp8(x) if quantize_activations else x, weight)
 
 

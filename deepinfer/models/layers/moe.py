@@ -9,6 +9,9 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.kernels import ops
+from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights
+from deepinfer.kernels.deep_gemm.linear import Fp8Weight
+from deepinfer.kernels.deep_gemm.moe import routed_experts
 from deepinfer.models.layers.linear import quantized_linear, wide_linear
 
 
@@ -38,15 +41,26 @@ class StoredExperts:
 
 
 @dataclass(frozen=True)
+class ArrangedExperts:
+    """Routed experts in FP4 in the order of a Hopper kernel, which always rounds the activations (models/fp8.py)."""
+
+    w13: ExpertWeights
+    w2: ExpertWeights
+
+    def forward(self, y: Tensor, chosen: Tensor, gates: Tensor, limit: float, quantize_activations: bool) -> Tensor:
+        return routed_experts(y, chosen, gates, self.w13, self.w2, limit)
+
+
+@dataclass(frozen=True)
 class MoE:
     """Weights of one layer's feed-forward."""
 
     gate: Tensor  # [E, D], widened
     gate_bias: Tensor  # [E], steers the choice of text tokens
     gate_bias_vl: Tensor  # [E], the same for every position of an image span
-    experts: Experts | StoredExperts
-    shared_w13: Tensor  # [2I, D]
-    shared_w2: Tensor  # [D, I]
+    experts: Experts | StoredExperts | ArrangedExperts
+    shared_w13: Tensor | Fp8Weight  # [2I, D]
+    shared_w2: Tensor | Fp8Weight  # [D, I]
 
     def forward(
         self,

@@ -1,0 +1,51 @@
+"""FP8 linears: activations rounded for 32 values, weights E4M3 with one scale a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.deep_gemm.activations import quantize_rows
+from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm
+from deepinfer.kernels.reference.quant import e4m3_round
+
+LARGEST = 448.0  # of E4M3
+ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A weight [O, K]: E4M3 `values` times float32 `scales` [O]."""
+
+    values: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Fp8Weight:
+        """From the values [O, K] of an FP8 weight in any float dtype; the scale of a row is a power of two.
+
+        Exact but for values below 2^-14 of the largest of their row, which E4M3 cannot hold beside it.
+        """
+        values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+        scales = torch.empty(weight.shape[0], device=weight.device)
+        for start in range(0, len(weight), ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            wide = weight[rows].float()
+            largest = wide.abs().amax(1).clamp_min(2.0**-100)
+            scales[rows] = torch.exp2(torch.ceil(torch.log2(largest / LARGEST)))
+            values[rows] = e4m3_round(wide / scales[rows].unsqueeze(1)).to(torch.float8_e4m3fn)
+        return cls(values, scales)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def __getitem__(self, rows: slice) -> Fp8Weight:
+        return Fp8Weight(self.values[rows], self.scales[rows])
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
+    """x BF16 [N, K] @ weight.T -> BF16 [N, O]; x is rounded as `round_fp8` does. O % 8 == 0. Raises ValueError."""
+    return fp8_gemm(*quantize_rows(x), weight.values, weight.scales)
