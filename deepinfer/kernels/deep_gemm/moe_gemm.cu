@@ -10,7 +10,7 @@
 // Macros: GATE_UP, STAGES.
 
 #include "fp4_weights.cuh"
-#include "products_registers.cuh"
+#include "products.cuh"
 #include "tma.cuh"
 
 #define MAX_TOKENS 96

@@ -15,7 +15,6 @@
 
 #include "fp4_weights.cuh"
 #include "products.cuh"
-#include "products_registers.cuh"
 #include "tma.cuh"
 
 #define KEYS 128
