@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.kernels.deep_gemm.activations import quantize_rows, row_scaled_weight
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
+from deepinfer.kernels.deep_gemm.fp8_few_rows import K_PARTS, fp8_few_rows
 from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm, row_scales_layout
 from deepinfer.kernels.deep_gemm.fp8_variants import SHARED_BYTES, TILES, choose_tile
 from deepinfer.kernels.deep_gemm.indexer import index_scores
@@ -146,6 +147,26 @@ def test_dense_product_with_a_scale_a_row_of_b(shape):
     result = fp8_gemm(*quantize_rows(x), *row_scaled_weight(values, scale_bytes, 32))
     expected = fp8_round_trip(x.double()) @ dequantize_fp8_weight(values, scale_bytes, torch.float64).T
     assert relative_error(result, expected) < TOLERANCE
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("k_parts", [None, *K_PARTS])
+@pytest.mark.parametrize("shape", [(136, 128), (64, 1312), (1792, 5120)])
+def test_product_of_few_rows(shape, k_parts):
+    """Any number of rows, each of which does not depend on the others; also while the rounding still runs."""
+    n, k = shape
+    g = torch.Generator().manual_seed(n + k)
+    x = random_matrix(g, 64, k, 1.0).bfloat16()
+    w, w_scales = quantize(random_matrix(g, n, k, 1.0), 1)
+    w_scales = w_scales.amax(1).contiguous()
+    values, scales = quantize_rows(x)
+    expected = dequantize(values, scales) @ (w.double() * w_scales.double()[:, None]).T
+    result = fp8_few_rows(values, scales, w, w_scales, k_parts)
+    assert relative_error(result, expected) < TOLERANCE
+    for m in (1, 3, 8, 9, 16, 31, 33, 64):
+        assert torch.equal(fp8_few_rows(*quantize_rows(x[:m]), w, w_scales, k_parts), result[:m])
+        assert torch.equal(fp8_few_rows(values[:m], scales[:m], w, w_scales, k_parts, False), result[:m])
 
 
 @gpu

@@ -5,6 +5,7 @@
 // Eight threads make 128 values of one row. Macro FROM_FP8: the input is E4M3 with UE8M0 scales already, else BF16.
 
 #include "hopper.cuh"
+#include "tma.cuh"
 
 struct Params {
     const u8* x;           // rows of BF16 or E4M3
@@ -17,6 +18,7 @@ struct Params {
 };
 
 extern "C" __global__ void __launch_bounds__(256) quantize_rows(const __grid_constant__ Params p) {
+    let_next_kernel_start();  // it waits for these results itself
     const int k_blocks = (p.k + 127) / 128, lane = threadIdx.x % 8;
     const long long item = blockIdx.x * 32ll + threadIdx.x / 8;
     const int row = (int)(item / k_blocks), k_block = (int)(item - (long long)row * k_blocks);

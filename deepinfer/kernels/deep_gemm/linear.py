@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_gemm.activations import quantize_rows
+from deepinfer.kernels.deep_gemm.fp8_few_rows import TOKENS, fp8_few_rows
 from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm
 from deepinfer.kernels.reference.quant import e4m3_round
 
 LARGEST = 448.0  # of E4M3
 ROWS_AT_ONCE = 4096
+FEW_ROWS = TOKENS[-1]
 
 
 @dataclass(frozen=True)
@@ -48,4 +50,7 @@ class Fp8Weight:
 
 def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
     """x BF16 [N, K] @ weight.T -> BF16 [N, O]; x is rounded as `round_fp8` does. O % 8 == 0. Raises ValueError."""
-    return fp8_gemm(*quantize_rows(x), weight.values, weight.scales)
+    values, scales = quantize_rows(x)
+    if 0 < len(x) <= FEW_ROWS:
+        return fp8_few_rows(values, scales, weight.values, weight.scales)
+    return fp8_gemm(values, scales, weight.values, weight.scales)

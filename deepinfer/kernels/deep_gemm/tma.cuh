@@ -64,6 +64,10 @@ DEVICE void load_bytes(u32 target, const void* source, u32 bytes, u32 barrier) {
         : "memory");
 }
 
+// Programmatic dependent launch: the next kernel of the stream may start now; what the one before wrote is there.
+DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 DEVICE u32 cluster_rank() {
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -41,6 +41,26 @@ def load_function(cubin: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p
     return function
 
 
+class _Attribute(ctypes.Structure):
+    """A CUlaunchAttribute whose value is one integer."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60)]
+
+
+class _Config(ctypes.Structure):
+    """A CUlaunchConfig."""
+
+    _fields_ = [
+        ("sizes", ctypes.c_uint * 7),  # grid, block, shared bytes
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+_STARTS_EARLY = _Attribute(id=6, value=1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
 def launch(
     function: ctypes.c_void_p,
     grid: tuple[int, int, int],
@@ -48,9 +68,18 @@ def launch(
     shared_bytes: int,
     stream: int,
     parameters: ctypes.Array[ctypes.c_void_p],
+    starts_early: bool = False,
 ) -> None:
-    """Put one launch on `stream` (a CUstream handle). `parameters` point to the arguments, which are copied now."""
-    status = _library().cuLaunchKernel(function, *grid, *block, shared_bytes, ctypes.c_void_p(stream), parameters, None)
+    """Put one launch on `stream` (a CUstream handle). `parameters` point to the arguments, which are copied now.
+
+    `starts_early`: the kernel waits itself for the one before (griddepcontrol.wait), which may let it start.
+    """
+    if starts_early:
+        config = _Config((ctypes.c_uint * 7)(*grid, *block, shared_bytes), stream, ctypes.pointer(_STARTS_EARLY), 1)
+        status = _library().cuLaunchKernelEx(ctypes.byref(config), function, parameters, None)
+    else:
+        handle = ctypes.c_void_p(stream)
+        status = _library().cuLaunchKernel(function, *grid, *block, shared_bytes, handle, parameters, None)
     if status:
         call("cuGetErrorName", status, ctypes.byref(text := ctypes.c_char_p()))
         raise DriverError(f"cuLaunchKernel: {text.value.decode() if text.value else status}")

@@ -44,8 +44,18 @@ class Kernel:
             self._functions[device] = driver.load_function(self.build.cubin(), self.build.name, self.shared_bytes)
         return self._functions[device]
 
-    def launch(self, grid: Dim, block: Dim, *arguments: ctypes._SimpleCData | ctypes.Structure | ctypes.Array) -> None:
-        """Launch on the current stream; may be captured in a CUDA graph once `load` has run. Raises DriverError."""
+    def launch(
+        self,
+        grid: Dim,
+        block: Dim,
+        *arguments: ctypes._SimpleCData | ctypes.Structure | ctypes.Array,
+        starts_early: bool = False,
+    ) -> None:
+        """Launch on the current stream; may be captured in a CUDA graph once `load` has run. Raises DriverError.
+
+        `starts_early`: see driver.launch.
+        """
         function = self.load()
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        driver.launch(function, grid, block, self.shared_bytes, torch.cuda.current_stream().cuda_stream, pointers)
+        stream = torch.cuda.current_stream().cuda_stream
+        driver.launch(function, grid, block, self.shared_bytes, stream, pointers, starts_early)
