@@ -71,11 +71,11 @@ def test_too_few_kept_tokens_fail_level_1(checkpoint: str, script: ModuleType, c
 def test_a_mask_that_forgets_to_narrow_fails(
     level: str, checkpoint: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def forgetful(geometry, window, ring, is_prefill, oldest):  # type: ignore[no-untyped-def]
-        return original(geometry, window, ring, is_prefill)
+    def forgetful(inputs, window, ring, keep_from):  # type: ignore[no-untyped-def]
+        return original(inputs, window, ring)
 
-    original = yoco.window_plan
-    monkeypatch.setattr(yoco, "window_plan", forgetful)
+    original = yoco.prefill_window
+    monkeypatch.setattr(yoco, "prefill_window", forgetful)
     assert script.main(["--level", level, "--model", checkpoint, *SIZES]) == 1
     assert f"L{level} FAIL" in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import torch
 
 from deepinfer.kernels import cpu, registry  # cpu registers its backends
+from deepinfer.kernels.deep_gemm import moe
 from deepinfer.kernels.reference.attention import sparse_attention
 from deepinfer.kernels.reference.basic import linear, rms_norm, rope, round_fp8, swiglu
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
@@ -13,6 +14,7 @@ from deepinfer.kernels.reference.engram import engram_gate, engram_hash
 from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, hc_pre
 from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, mask_to_candidates, top_k_positions
 from deepinfer.kernels.reference.moe import moe_experts, moe_experts_fp4, moe_gate
+from deepinfer.kernels.reference.prefill_plan import prefill_plan, window_plan
 from deepinfer.kernels.reference.sampling import draw_tokens
 from deepinfer.kernels.reference.step import decode_plan, entry_slots
 
@@ -37,7 +39,9 @@ __all__ = [
     "moe_experts",
     "moe_experts_fp4",
     "moe_gate",
+    "multiplies_fp8",
     "pool_groups",
+    "prefill_plan",
     "reads_fp4_experts",
     "rms_norm",
     "rope",
@@ -47,7 +51,16 @@ __all__ = [
     "store_rows",
     "swiglu",
     "top_k_positions",
+    "window_plan",
 ]
+
+
+def multiplies_fp8(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether the products of kernels/deep_gemm take activations of `dtype` there: BF16 on Hopper, with a compiler."""
+    device = torch.device(device)
+    if device.type != "cuda" or dtype is not torch.bfloat16 or not registry.USES_CUDA_CPP:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0) and moe.is_available()
 
 
 def reads_fp4_experts(dtype: torch.dtype, device: torch.device | str) -> bool:

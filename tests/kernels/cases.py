@@ -338,30 +338,71 @@ def round_fp8(g: torch.Generator) -> Iterator[Case]:
 
 def pool_groups(g: torch.Generator) -> Iterator[Case]:
     for n, sequences, groups, ratio, dim in ((1, 1, 1, 2, 8), (0, 2, 1, 2, 40), (40, 6, 25, 2, 128), (9, 3, 0, 4, 200)):
-        slots = 7
-        wide = torch.full((slots, ratio * 2 * dim + 9), float("nan"))
-        carry = wide[:, 4 : 4 + ratio * 2 * dim].unflatten(1, (ratio, 2, dim))
-        carry.copy_(normal(g, slots, ratio, 2, dim) * 5)
-        places = torch.randperm(slots * ratio, generator=g)[: min(n, slots * ratio)]  # no two rows to one place
+        slots, kept = 7, ratio * (1 + groups % 3)
+        wide = torch.full((slots, kept * 2 * dim + 9), float("nan"))
+        carry = wide[:, 4 : 4 + kept * 2 * dim].unflatten(1, (kept, 2, dim))
+        carry.copy_(normal(g, slots, kept, 2, dim) * 5)
+        places = torch.randperm(slots * kept, generator=g)[: min(n, slots * kept)]  # no two rows to one place
         yield (
             normal(g, n, 2, dim) * 5, carry, torch.randperm(slots, generator=g)[:sequences],
-            integers(g, 0, n + sequences * ratio, groups, ratio, dtype=torch.int64),
-            torch.randperm(max(n, 1), generator=g)[: len(places)], places // ratio, places % ratio,
+            integers(g, 0, n + sequences * kept, groups, ratio, dtype=torch.int64),
+            torch.randperm(max(n, 1), generator=g)[: len(places)], places // kept, places % kept,
         )  # fmt: skip
 
 
 def decode_plan(g: torch.Generator) -> Iterator[Case]:
-    for n, pairs, block_size, window, ring, ngram in (
-        (1, 8, 2, 4, 4, 2),
-        (7, 32, 128, 128, 134, 3),
-        (40, 12, 8, 5, 9, 4),
+    for n, pairs, block_size, window, ring, ngram, carry, history in (
+        (1, 8, 2, 4, 4, 2, 2, 1),
+        (7, 32, 128, 128, 134, 3, 6, 8),
+        (40, 12, 8, 5, 9, 4, 4, 7),
     ):
         tables = integers(g, 0, 5000, n, 20)[:, 3:15]
-        positions = integers(g, 0, 12 * block_size, n, dtype=torch.int64)
-        positions[0] = 0
-        frequencies = 10_000.0 ** -torch.rand(2, pairs, generator=g, dtype=torch.float64)
+        positions = integers(g, 0, 12 * block_size - 6, n, dtype=torch.int64)
         slots = integers(g, 0, 70, n)
-        yield positions, slots, tables, frequencies, 2, block_size, window, ring, ngram, torch.float32
+        positions[0] = 0
+        for row in range(1, n):  # about every other row goes on with the sequence in front of it
+            if row % 6 and torch.rand(1, generator=g) < 0.5:
+                slots[row], positions[row] = slots[row - 1], positions[row - 1] + 1
+        frequencies = 10_000.0 ** -torch.rand(2, pairs, generator=g, dtype=torch.float64)
+        sizes = (2, block_size, window, ring, ngram, carry, history, torch.float32)
+        yield positions, slots, tables, frequencies, *sizes
+
+
+def prefill_step(g: torch.Generator, starts: list[int], counts: list[int], max_blocks: int) -> list[Tensor]:
+    """positions, query_start, context_lens, state_slots and block tables of sequences that start anywhere."""
+    positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, counts, strict=True)])
+    query_start = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32)
+    context_lens = torch.tensor(starts, dtype=torch.int32) + torch.tensor(counts, dtype=torch.int32)
+    slots = torch.randperm(70, generator=g)[: len(starts)].int()
+    return [positions, query_start, context_lens, slots, integers(g, 0, 5000, len(starts), max_blocks + 3)[:, 3:]]
+
+
+# (tokens in the cache, tokens in the step) of each sequence
+PREFILL_STEPS = (([0], [1]), ([5, 0, 31, 130], [3, 40, 1, 7]), ([127, 1, 4], [64, 2, 0]), ([9], [0]), ([600], [300]))
+
+
+def prefill_plan(g: torch.Generator) -> Iterator[Case]:
+    for starts, counts in PREFILL_STEPS:
+        for pairs, block_size, ngram in ((32, 128, 3), (12, 8, 2), (4, 16, 4)):
+            step = prefill_step(g, starts, counts, 1024 // block_size + 1)
+            frequencies = 10_000.0 ** -torch.rand(2, pairs, generator=g, dtype=torch.float64)
+            contexts = [start + count for start, count in zip(starts, counts, strict=True)]
+            num_groups = sum(c // 2 - s // 2 for s, c in zip(starts, contexts, strict=True))
+            num_pending = sum(c - max(s, c // 2 * 2) for s, c in zip(starts, contexts, strict=True))
+            carry, history = ((2, ngram - 1), (4, ngram + 2))[ngram % 2]
+            num_kept = sum(min(count, history) for count in counts)
+            sizes = (2, block_size, ngram, carry, history, torch.float32, num_groups, num_pending, num_kept)
+            yield *step, frequencies, *sizes
+
+
+def window_plan(g: torch.Generator) -> Iterator[Case]:
+    for starts, counts in PREFILL_STEPS:
+        for window, ring in ((128, 134), (5, 9), (16, 16)):
+            *step, _ = prefill_step(g, starts, counts, 1)
+            num_previous = sum(min(start, window - 1) for start in starts)
+            num_stored = sum(min(count, ring) for count in counts)
+            for keep_from in (None, integers(g, 0, 200, len(starts))):
+                yield *step, keep_from, window, ring, num_previous, num_stored
 
 
 def entry_slots(g: torch.Generator) -> Iterator[Case]:
@@ -394,6 +435,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         moe_experts_fp4,
         moe_gate,
         pool_groups,
+        prefill_plan,
         rms_norm,
         rope,
         round_fp8,
@@ -402,10 +444,11 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         store_rows,
         swiglu,
         top_k_positions,
+        window_plan,
     )
 }
 # Operations whose results are integers, masks or stored formats: every backend agrees exactly.
 EXACT = {
     "candidate_blocks", "engram_hash", "entry_slots", "load_rows", "mask_to_candidates", "round_fp8",
-    "round_trip_rows", "store_rows", "top_k_positions",
+    "round_trip_rows", "store_rows", "top_k_positions", "window_plan",
 }  # fmt: skip

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from deepinfer.config.model_v4 import AttentionKind, LayerPlanV4, ModelConfigV4
 from deepinfer.kernels import ops
+from deepinfer.kernels.reference.prefill_plan import Geometry, expand
 from deepinfer.models.inputs import ModelInputs
-from deepinfer.models.layers.step import Geometry, Rotation, WindowPlan, expand, window_plan
+from deepinfer.models.layers.step import Rotation, WindowPlan, host_lengths, prefill_window
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class StepMetadataV4:
         wide: torch.dtype,
     ) -> StepMetadataV4:
         """`frequencies` by "is the layer compressed" (rope_frequencies), on the device; `wide` is at least float32."""
-        geometry = Geometry.of(inputs)
-        window = config.sliding_window
+        geometry = Geometry.of(inputs.positions, inputs.query_start, inputs.context_lens, inputs.state_slots)
+        make_window = prefill_window if inputs.is_prefill else _decode_window
         groups = {
             plan.kind: _group_plan(geometry, plan, block_size, inputs, frequencies[True], wide)
             for plan in {plan.kind: plan for plan in config.layers if plan.compress_ratio}.values()
@@ -67,9 +68,16 @@ class StepMetadataV4:
             inputs,
             geometry.owner.to(torch.int32),
             {kind: Rotation.at(inputs.positions, f, wide) for kind, f in frequencies.items()},
-            window_plan(geometry, window, window, inputs.is_prefill),
+            make_window(inputs, config.sliding_window, config.sliding_window),
             groups,
         )
+
+
+def _decode_window(inputs: ModelInputs, window: int, ring: int) -> WindowPlan:
+    """One row a sequence: stored first, then the window is read from the ring."""
+    wanted = inputs.positions.unsqueeze(1) + torch.arange(1 - window, 1, device=inputs.positions.device)  # [N, W]
+    ring_slots = (inputs.state_slots.long() * ring).unsqueeze(1) + wanted % ring
+    return WindowPlan(True, torch.where(wanted >= 0, ring_slots, -1).to(torch.int32), None, None, ring_slots[:, -1])
 
 
 def _group_plan(
@@ -79,12 +87,12 @@ def _group_plan(
     num_rows, entries = len(g.positions), block_size // ratio
     if inputs.is_prefill:
         first_group = g.start // ratio
-        assert g.lengths is not None
-        start, context = g.lengths.start, g.lengths.start + g.lengths.count
+        lengths = host_lengths(inputs)
+        start, context = lengths.start, lengths.start + lengths.count
         sequence, offset = expand(g.context // ratio - first_group, int((context // ratio - start // ratio).sum()))
         group = first_group[sequence] + offset
         is_complete = torch.ones_like(group, dtype=torch.bool)
-        kept_rows = g.last_rows((g.context - g.start).clamp_max(span), int(np.minimum(g.lengths.count, span).sum()))
+        kept_rows = g.last_rows((g.context - g.start).clamp_max(span), int(np.minimum(lengths.count, span).sum()))
         most_visible = int(context.max()) // ratio
     else:
         sequence, group = g.owner, g.positions // ratio

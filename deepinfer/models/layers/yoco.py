@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.kernels.reference.prefill_plan import expand
 from deepinfer.models.inputs import HostLengths, ModelInputs
-from deepinfer.models.layers.step import Geometry, Rotation, StepMetadata, window_plan
+from deepinfer.models.layers.step import Rotation, StepMetadata, host_lengths, prefill_window
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,22 @@ class DecoderHalf:
 
 def decoder_half(step: StepMetadata, config: ModelConfig) -> DecoderHalf:
     """The decoder layers' part of a prefill step whose inputs have `keep_from`: rows at or after it, or all (mask)."""
-    inputs, geometry = step.inputs, Geometry.of(step.inputs)
-    assert inputs.keep_from is not None and geometry.lengths is not None
-    keep_from = inputs.keep_from.long()
-    rows = torch.arange(len(inputs.positions), device=inputs.positions.device)
+    inputs, lengths = step.inputs, host_lengths(step.inputs)
+    assert inputs.keep_from is not None
     if inputs.drop_rows:
-        num_kept = (geometry.context - torch.maximum(keep_from, geometry.start)).clamp_min(0)
-        rows = geometry.last_rows(num_kept, int(geometry.lengths.kept.sum()))
-    keep_from = keep_from[step.sequence_of_row.long()[rows]]
-    oldest = torch.where(inputs.positions[rows] >= keep_from, keep_from, 0)
-    narrowed = narrow_inputs(inputs, rows, geometry.lengths)
+        start = inputs.context_lens - inputs.query_start.diff()
+        num_kept = (inputs.context_lens - torch.maximum(inputs.keep_from, start)).clamp_min(0)
+        sequence, offset = expand(num_kept, int(lengths.kept.sum()))
+        rows = (inputs.query_start[1:] - num_kept)[sequence] + offset
+    else:
+        rows = torch.arange(len(inputs.positions), device=inputs.positions.device)
+    narrowed = narrow_inputs(inputs, rows, lengths)
     decoder = replace(
         step,
         inputs=narrowed,
         sequence_of_row=step.sequence_of_row[rows],
         rotations={kind: Rotation(r.cos[rows], r.sin[rows]) for kind, r in step.rotations.items()},
-        window=window_plan(Geometry.of(narrowed), config.sliding_window, step.ring_size, True, oldest),
+        window=prefill_window(narrowed, config.sliding_window, step.ring_size, inputs.keep_from),
         compression={ratio: replace(plan, visible=plan.visible[rows]) for ratio, plan in step.compression.items()},
     )
     return DecoderHalf(rows, decoder)
