@@ -5,7 +5,8 @@
 
 *State cache*: everything of fixed size per sequence, one slot each, as one byte row
 
-    [ stored region: SWA rings of the encoder layers | dropped: decoder rings | compressor carry | Engram history ]
+    [ stored region: SWA rings of the encoder layers | dropped: decoder rings | draft rings | compressor carry |
+      Engram history ]
 
 so that persisting a sequence is a length truncation to `stored_bytes`. Slot 0 and block 0 take padding.
 """
@@ -77,6 +78,7 @@ class StateCache:
     rings: list[Tensor]
     carry: dict[int, Tensor]
     history: Tensor
+    draft_rings: list[Tensor] = field(default_factory=list)  # as `rings`, of each stage of a draft head that is loaded
 
     @property
     def ring_size(self) -> int:
@@ -92,6 +94,7 @@ class StateCache:
         compute: torch.dtype,
         device: torch.device | str,
         ring_size: int | None = None,
+        num_draft_rings: int = 0,
     ) -> StateCache:
         """Zeroed; `ring_size` slots a ring, by default what the window and the draft head need."""
         ring_size = ring_size or config.ring_size
@@ -100,7 +103,7 @@ class StateCache:
         ratios = {layer: config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
         carry_layers = [layer for layer, ratio in ratios.items() if ratio > 1]
         num_history = max(config.engram_max_ngram_size - 1, 1)
-        sizes = [ring_bytes] * config.num_hidden_layers
+        sizes = [ring_bytes] * (config.num_hidden_layers + num_draft_rings)
         sizes += [ratios[layer] * 2 * config.head_dim * compute.itemsize for layer in carry_layers]
         sizes += [num_history * 8]
         offsets = [0]
@@ -112,16 +115,17 @@ class StateCache:
             region = storage[:, offsets[index] : offsets[index] + sizes[index]]
             return region.view(view_dtype).unflatten(1, shape)
 
-        layers = config.num_hidden_layers
+        layers, num_rings = config.num_hidden_layers, config.num_hidden_layers + num_draft_rings
         return cls(
             storage,
             stored_bytes=offsets[config.num_encoder_layers],
             rings=[view(layer, dtype, ring_size, row) for layer in range(layers)],
             carry={
-                layer: view(layers + i, compute, ratios[layer], 2, config.head_dim)
+                layer: view(num_rings + i, compute, ratios[layer], 2, config.head_dim)
                 for i, layer in enumerate(carry_layers)
             },
             history=view(len(sizes) - 1, torch.int64, num_history),
+            draft_rings=[view(ring, dtype, ring_size, row) for ring in range(layers, num_rings)],
         )
 
 

@@ -7,41 +7,26 @@ taken out of the loaded dict one by one, so that fusing them does not hold two c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
-from deepinfer.config.parts import LayerPlan
 from deepinfer.kernels import ops
 from deepinfer.models.caches import BlockCache, Caches, StateCache, block_bytes
+from deepinfer.models.draft_head import DraftHead, Taps
 from deepinfer.models.inputs import ModelInputs
-from deepinfer.models.layers.attention import Attention
-from deepinfer.models.layers.compressor import Compressor
+from deepinfer.models.layers.block import build_layer
 from deepinfer.models.layers.decode_step import decode_metadata
-from deepinfer.models.layers.engram import BOUNDARY, Engram, EngramHash, advance_history
-from deepinfer.models.layers.hyper_connection import HCLazyPostData, HyperConnection, hc_enter
-from deepinfer.models.layers.indexer import Indexer, Sharing
+from deepinfer.models.layers.engram import BOUNDARY, advance_history
+from deepinfer.models.layers.hyper_connection import HCLazyPostData, hc_enter
+from deepinfer.models.layers.indexer import Sharing
 from deepinfer.models.layers.linear import wide_linear, widened
-from deepinfer.models.layers.moe import Experts, MoE, StoredExperts
 from deepinfer.models.layers.rope import rope_frequencies
 from deepinfer.models.layers.step import StepMetadata
 from deepinfer.models.layers.yoco import decoder_half
 from deepinfer.models.loader import StoredTensor
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One block of the backbone."""
-
-    plan: LayerPlan
-    engram: Engram | None
-    attention_hc: HyperConnection
-    attention: Attention
-    ffn_hc: HyperConnection
-    ffn: MoE
 
 
 class DeepseekV41:
@@ -54,6 +39,7 @@ class DeepseekV41:
         token_map: Tensor | None = None,
         quantize_activations: bool = False,
         stored_experts: dict[str, StoredTensor] | None = None,
+        draft_head: bool = False,
     ) -> None:
         """Take over `weights` (emptied on return: the model holds the only copy).
 
@@ -62,6 +48,7 @@ class DeepseekV41:
             token_map: int64 [vocab], the Engram compressed token map; needed when the config has Engram layers.
             quantize_activations: round the activations of FP8 and FP4 linears to FP8, as the released model does.
             stored_experts: routed experts in FP4 (also taken over); None: they are among `weights`.
+            draft_head: build the draft head from the mtp.* tensors, and leave `taps` for it at every step.
         """
         if config.engram_layer_ids and token_map is None:
             raise ValueError("token_map: needed, the config has engram_layer_ids")
@@ -85,6 +72,12 @@ class DeepseekV41:
             self.token_map = self.token_map.clone()
             self.token_map[config.image_token_id] = BOUNDARY
         self.layers = [build_layer(weights, plan, config, self.token_map, stored_experts) for plan in config.layers]
+        self.taps: Taps | None = None  # of the latest step, if there is a draft head
+        self.draft_head = None
+        if draft_head:
+            self.draft_head = DraftHead(
+                config, weights, self.embed, self.head, self.frequencies[False], quantize_activations, stored_experts
+            )
         weights.clear()
 
     def block_bytes(self, block_size: int, cache_dtype: torch.dtype) -> int:
@@ -94,7 +87,12 @@ class DeepseekV41:
     def slot_bytes(self, cache_dtype: torch.dtype, max_backtracking_tokens: int = 0) -> int:
         """Bytes of the state of one sequence: measured on tensors without memory."""
         ring_size = self._ring_size(max_backtracking_tokens)
-        return StateCache.allocate(self.config, 1, cache_dtype, self.wide, "meta", ring_size).storage.nbytes
+        state = StateCache.allocate(self.config, 1, cache_dtype, self.wide, "meta", ring_size, self._num_draft_rings)
+        return state.storage.nbytes
+
+    @property
+    def _num_draft_rings(self) -> int:
+        return 0 if self.draft_head is None else len(self.draft_head.layers)
 
     def _ring_size(self, max_backtracking_tokens: int) -> int:
         return max(self.config.ring_size, self.config.sliding_window + max_backtracking_tokens)
@@ -114,7 +112,9 @@ class DeepseekV41:
         ring_size = self._ring_size(max_backtracking_tokens)
         return Caches(
             BlockCache.allocate(self.config, num_blocks, block_size, cache_dtype, self.device),
-            StateCache.allocate(self.config, num_slots, cache_dtype, self.wide, self.device, ring_size),
+            StateCache.allocate(
+                self.config, num_slots, cache_dtype, self.wide, self.device, ring_size, self._num_draft_rings
+            ),
         )
 
     @torch.inference_mode()
@@ -137,6 +137,8 @@ class DeepseekV41:
             is_image = (inputs.token_ids == config.image_token_id).unsqueeze(1)
         chosen: list[Tensor] = []
         self.chosen_experts = chosen
+        tapped = () if self.draft_head is None else config.dspark_target_layer_ids
+        taps: list[Tensor] = []
         for layer in self.layers:
             if layer.engram is not None and ngrams is not None:
                 lazy = HCLazyPostData(
@@ -153,18 +155,30 @@ class DeepseekV41:
                 x, pre, lazy = x[rows], pre[rows], lazy.rows(rows)
                 ngrams = None if ngrams is None else ngrams[rows]
                 is_image = None if is_image is None else is_image[rows]
+                taps = [tap[rows] for tap in taps]
                 if not len(rows):
                     break
+            if layer.plan.layer_id in tapped:  # the streams in front of the layer, which hc_enter has just completed
+                taps.append(lazy.h.mean(1, dtype=self.wide).to(self.dtype))
             y = layer.attention.forward(x, config, step, caches, sharing, self.quantize_activations)
             self._mark("attention")
             x, p_prev, lazy = hc_enter(lazy.with_output(y), pre, layer.ffn_hc, config)
             self._mark("rest")
             lazy = lazy.with_output(layer.ffn.forward(x, is_image, config, self.quantize_activations, chosen))
             self._mark("moe")
+        if tapped:
+            self.taps = self._taps(taps, step)
         if inputs.is_prefill:  # every row of a decode step wants logits
             rows = step.inputs.logits_rows
             lazy, p_prev = lazy.rows(rows), p_prev[rows]
         return self._logits(lazy, p_prev)
+
+    def _taps(self, taps: list[Tensor], step: StepMetadata) -> Taps:
+        """Of the rows that ran the decoder layers: none where no row of a chunk is kept."""
+        num_rows = len(step.inputs.positions) if len(taps) == len(self.config.dspark_target_layer_ids) else 0
+        hidden = torch.cat([tap[:num_rows] for tap in taps], dim=-1) if num_rows else self.embed[:0]
+        states = step.state_slots.to(torch.int32)[step.sequence_of_row[:num_rows].long()]
+        return Taps(hidden, step.inputs.positions[:num_rows], states)
 
     def _mark(self, part: str) -> None:
         if self.mark is not None:
@@ -174,79 +188,3 @@ class DeepseekV41:
         h = lazy.materialize().to(self.wide)
         y = ops.rms_norm((p_prev.unsqueeze(-1) * h).sum(1).to(self.dtype), self.norm, self.config.rms_norm_eps)
         return wide_linear(y, self.head)
-
-
-def build_layer(
-    weights: dict[str, Tensor],
-    plan: LayerPlan,
-    config: ModelConfig,
-    token_map: Tensor | None,
-    stored_experts: dict[str, StoredTensor] | None = None,
-) -> Layer:
-    """Take the tensors of one layer out of `weights` and fuse those that share an input."""
-    name = f"layers.{plan.layer_id}"
-    wide = torch.promote_types(weights[f"{name}.attn.wq_b.weight"].dtype, torch.float32)
-
-    def take(key: str) -> Tensor:
-        return weights.pop(f"{name}.{key}")
-
-    def hyper_connection(part: str) -> HyperConnection:
-        fn, base, scale = (take(f"hc_{part}_{key}").to(wide) for key in ("fn", "base", "scale"))
-        return HyperConnection(fn, base, scale, take(f"{part}_norm.weight"))
-
-    engram = None
-    if plan.has_engram and token_map is not None:
-        pad = int(token_map[config.engram_pad_token_id])
-        engram = Engram(
-            EngramHash.build(config, plan.layer_id, pad, token_map.device),
-            take("engram.embed.weight"),
-            take("engram.wkv.weight"),
-            take("engram.q_weight").to(wide) * take("engram.k_weight").to(wide),
-        )
-    compressor = None
-    if plan.is_kv_source:
-        wkv = take("attn.compressor.wkv.weight")
-        if plan.compress_ratio > 1:
-            wkv = widened(torch.cat((wkv, take("attn.compressor.wgate.weight"))))
-        compressor = Compressor(
-            plan.layer_id,
-            plan.compress_ratio,
-            wkv,
-            take("attn.compressor.norm.weight"),
-            take("attn.indexer.wk.weight"),
-            take("attn.indexer.k_norm.weight"),
-            config.rms_norm_eps,
-        )
-    indexer = None
-    if plan.is_index_source:
-        indexer = Indexer(plan, take("attn.indexer.wq_b.weight"), take("attn.indexer.weights_proj.weight"))
-    attention = Attention(
-        plan,
-        torch.cat((take("attn.wq_a.weight"), take("attn.wkv.weight"))),
-        take("attn.q_norm.weight"),
-        take("attn.wq_b.weight"),
-        take("attn.kv_norm.weight"),
-        take("attn.attn_sink"),
-        take("attn.wo_a.weight").unflatten(0, (config.o_groups, config.o_lora_rank)),
-        take("attn.wo_b.weight"),
-        compressor,
-        indexer,
-    )
-    experts: Experts | StoredExperts
-    if stored_experts is None:
-        w13 = torch.cat((take("ffn.experts.w1.weight"), take("ffn.experts.w3.weight")), dim=1)
-        experts = Experts(w13, take("ffn.experts.w2.weight"))
-    else:
-        w1, w3, w2 = (stored_experts.pop(f"{name}.ffn.experts.{part}.weight") for part in ("w1", "w3", "w2"))
-        assert w1.scale is not None and w3.scale is not None and w2.scale is not None  # FP4 always has one
-        w13_scale = torch.cat((w1.scale, w3.scale), dim=1)
-        experts = StoredExperts(torch.cat((w1.values, w3.values), dim=1), w13_scale, w2.values, w2.scale)
-    ffn = MoE(
-        widened(take("ffn.gate.weight")),
-        take("ffn.gate.bias").to(wide),
-        take("ffn.gate.bias_vl").to(wide),
-        experts,
-        torch.cat((take("ffn.shared_experts.w1.weight"), take("ffn.shared_experts.w3.weight"))),
-        take("ffn.shared_experts.w2.weight"),
-    )
-    return Layer(plan, engram, hyper_connection("attn"), attention, hyper_connection("ffn"), ffn)

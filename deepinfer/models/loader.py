@@ -171,6 +171,11 @@ def is_text(name: str) -> bool:
     return not name.startswith(("mtp.", "vision.", "aligner.", "image_"))
 
 
+def is_draft(name: str) -> bool:
+    """True for the tensors of the draft head."""
+    return name.startswith("mtp.")
+
+
 def is_engram_table(name: str) -> bool:
     """True for the n-gram tables, the tensors that are gathered from rather than multiplied with."""
     return name.endswith(".engram.embed.weight")

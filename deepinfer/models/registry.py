@@ -15,6 +15,7 @@ from deepinfer.config.spelling import model_type, read_config
 from deepinfer.kernels import ops
 from deepinfer.models.deepseek_v4 import DeepseekV4
 from deepinfer.models.deepseek_v41 import DeepseekV41
+from deepinfer.models.draft_head import read_calibration
 from deepinfer.models.inputs import ModelInputs
 
 
@@ -57,7 +58,9 @@ class Model(Protocol):
         ...
 
 
-def load_deepseek_v41(path: Path, dtype: torch.dtype, device: torch.device | str) -> DeepseekV41:
+def load_deepseek_v41(
+    path: Path, dtype: torch.dtype, device: torch.device | str, draft_head: bool = False
+) -> DeepseekV41:
     """DeepSeek-V4.1: weights from the public checkpoint format, Engram's token map from tokenizer.json."""
     from tokenizers import Tokenizer
 
@@ -91,14 +94,23 @@ def load_deepseek_v41(path: Path, dtype: torch.dtype, device: torch.device | str
             )
         token_map = torch.zeros(config.vocab_size, dtype=torch.int64)
         token_map[: len(compressed)] = torch.from_numpy(compressed).long()
-    return build_deepseek_v41(path, config, token_map, dtype, device)
+    return build_deepseek_v41(path, config, token_map, dtype, device, draft_head)
 
 
 def build_deepseek_v41(
-    path: Path, config: ModelConfig, token_map: Tensor | None, dtype: torch.dtype, device: torch.device | str
+    path: Path,
+    config: ModelConfig,
+    token_map: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    draft_head: bool = False,
 ) -> DeepseekV41:
-    """Text weights of `path` in `dtype`; Engram tables stay in FP8, routed experts in FP4 where the kernels read it."""
+    """Text weights of `path` in `dtype`; Engram tables stay in FP8, routed experts in FP4 where the kernels read it.
+
+    With `draft_head` also the draft head's, and its calibration.
+    """
     from deepinfer.models.loader import (
+        is_draft,
         is_engram_table,
         is_routed_expert,
         is_text,
@@ -107,16 +119,25 @@ def build_deepseek_v41(
         load_weights,
     )
 
+    if draft_head and not config.num_nextn_predict_layers:
+        raise ValueError("config: num_nextn_predict_layers is 0, this checkpoint has no draft head")
+
+    def is_wanted(name: str) -> bool:
+        return is_text(name) or (draft_head and is_draft(name))
+
     experts = None
     if ops.reads_fp4_experts(dtype, device):
-        experts = load_quantized(path, config, device, include=lambda name: is_text(name) and is_routed_expert(name))
+        experts = load_quantized(path, config, device, include=lambda name: is_wanted(name) and is_routed_expert(name))
 
     def is_dense(name: str) -> bool:
-        return is_text(name) and not is_engram_table(name) and not (experts is not None and is_routed_expert(name))
+        return is_wanted(name) and not is_engram_table(name) and not (experts is not None and is_routed_expert(name))
 
     weights = load_weights(path, config, dtype, device, include=is_dense)
     weights |= load_packed_tables(path, config, device)
-    return DeepseekV41(config, weights, token_map, stored_experts=experts)
+    model = DeepseekV41(config, weights, token_map, stored_experts=experts, draft_head=draft_head)
+    if model.draft_head is not None:
+        model.draft_head.temperatures.copy_(torch.tensor(read_calibration(path, config.dspark_block_size)))
+    return model
 
 
 def load_deepseek_v4(path: Path, dtype: torch.dtype, device: torch.device | str) -> DeepseekV4:
@@ -134,11 +155,16 @@ LOADERS: dict[str, Callable[[Path, torch.dtype, torch.device | str], Model]] = {
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", quantize_activations: bool = False
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantize_activations: bool = False,
+    draft_head: bool = False,
 ) -> Model:
     """Load the checkpoint folder at `path`.
 
     `quantize_activations` rounds the activations of FP8 and FP4 linears to FP8, as the released model does on a GPU.
+    `draft_head` loads the checkpoint's draft head with it (models/draft_head.py).
 
     Raises:
         ValueError: unknown model_type, or anything wrong with config or weights; the message names it.
@@ -147,9 +173,13 @@ def load_model(
     kind = model_type(read_config(path))
     if kind not in LOADERS:
         raise ValueError(f"config: model_type is {kind!r}, allowed: {', '.join(sorted(LOADERS))}")
-    model = LOADERS[kind](path, dtype, device)
+    if draft_head and kind != "deepseek_v41":
+        raise ValueError(f"draft_head must be false for a {kind} model")
+    model = load_deepseek_v41(path, dtype, device, True) if draft_head else LOADERS[kind](path, dtype, device)
     if quantize_activations:
         if not isinstance(model, DeepseekV41):
             raise ValueError(f"quantize_activations must be false for a {kind} model")
         model.quantize_activations = True
+        if model.draft_head is not None:
+            model.draft_head.quantize_activations = True
     return model
