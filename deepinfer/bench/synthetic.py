@@ -19,7 +19,7 @@ from deepinfer.kernels import ops
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.plan import load_plan_config
 from deepinfer.models.random_weights import random_stored_weights
-from deepinfer.models.registry import Model, load_model
+from deepinfer.models.registry import Model, load_model, round_activations
 
 ENGRAM_VOCAB_SIZE = 100_000  # instead of 16 million: 2 x 2.4 million rows, which still miss every cache
 
@@ -97,12 +97,23 @@ def synthetic_config(shape: str, num_layers: int, num_experts: int | None = None
     return SHAPES[shape](num_layers, num_experts)
 
 
-def synthetic_model(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0) -> DeepseekV41:
-    """Random weights made on the device; routed experts stay in FP4 where a kernel reads it."""
+def synthetic_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
+    quantize_activations: bool | None = None,
+) -> DeepseekV41:
+    """Random weights made on the device; routed experts stay in FP4 where a kernel reads it.
+
+    `quantize_activations`: as in EngineConfig, None: where the kernels multiply in FP8.
+    """
     weights, experts = random_stored_weights(config, seed, dtype, device)
     token_map = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
     if ops.reads_fp4_experts(dtype, device) or torch.device(device).type in ops.moe_experts_fp4.backends:
-        return DeepseekV41(config, weights, token_map, stored_experts=experts)
+        model = DeepseekV41(config, weights, token_map, stored_experts=experts)
+        round_activations(model, quantize_activations)
+        return model
     for name in list(experts):
         weights[name] = experts.pop(name).dequantize(dtype)
     return DeepseekV41(config, weights, token_map)
@@ -118,7 +129,7 @@ def benchmark_model(
     check_device(device)
     dtype = compute_dtype(EngineConfig(device=device))
     if synthetic is None:
-        return load_model(resolve_model(model), dtype, device)
+        return load_model(resolve_model(model), dtype, device, None)
     return synthetic_model(synthetic_config(synthetic, num_layers, num_experts), dtype, device)
 
 

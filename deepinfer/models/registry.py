@@ -16,6 +16,7 @@ from deepinfer.kernels import ops
 from deepinfer.models.deepseek_v4 import DeepseekV4
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.draft_head import read_calibration
+from deepinfer.models.fp8 import use_fp8_kernels
 from deepinfer.models.inputs import ModelInputs
 
 
@@ -158,12 +159,13 @@ def load_model(
     path: str | Path,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    quantize_activations: bool = False,
+    quantize_activations: bool | None = False,
     draft_head: bool = False,
 ) -> Model:
     """Load the checkpoint folder at `path`.
 
-    `quantize_activations` rounds the activations of FP8 and FP4 linears to FP8, as the released model does on a GPU.
+    `quantize_activations` rounds the activations of FP8 and FP4 linears to FP8, as the released model does on a GPU;
+    None: where there are kernels that multiply in FP8.
     `draft_head` loads the checkpoint's draft head with it (models/draft_head.py).
 
     Raises:
@@ -176,10 +178,22 @@ def load_model(
     if draft_head and kind != "deepseek_v41":
         raise ValueError(f"draft_head must be false for a {kind} model")
     model = load_deepseek_v41(path, dtype, device, True) if draft_head else LOADERS[kind](path, dtype, device)
-    if quantize_activations:
-        if not isinstance(model, DeepseekV41):
-            raise ValueError(f"quantize_activations must be false for a {kind} model")
-        model.quantize_activations = True
-        if model.draft_head is not None:
-            model.draft_head.quantize_activations = True
+    if isinstance(model, DeepseekV41):
+        round_activations(model, quantize_activations)
+    elif quantize_activations:
+        raise ValueError(f"quantize_activations must be false for a {kind} model")
     return model
+
+
+def round_activations(model: DeepseekV41, quantize_activations: bool | None) -> None:
+    """Set the switch of a model that was just built; weights then take the form of the FP8 kernels, where those run."""
+    multiplies_fp8 = ops.multiplies_fp8(model.dtype, model.device)
+    if not (multiplies_fp8 if quantize_activations is None else quantize_activations):
+        return
+    model.quantize_activations = True
+    if multiplies_fp8:
+        use_fp8_kernels(model.layers)
+    if model.draft_head is not None:
+        model.draft_head.quantize_activations = True
+        if multiplies_fp8:
+            use_fp8_kernels(model.draft_head.layers)

@@ -1,0 +1,43 @@
+"""The layers of a model in the formats of the Hopper kernels: FP8 and FP4 linears keep eight and four bits a weight.
+
+Those kernels round the activations to FP8, as the released model does (spec: model, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from deepinfer.kernels.deep_gemm.fp4_weights import arrange
+from deepinfer.kernels.deep_gemm.linear import Fp8Weight
+from deepinfer.models.layers.block import Layer
+from deepinfer.models.layers.moe import ArrangedExperts, StoredExperts
+
+
+def use_fp8_kernels(layers: list[Layer]) -> None:
+    """Convert `layers` in place, one at a time: weights of FP8 linears to `Fp8Weight`, stored experts to tiles."""
+    for index, layer in enumerate(layers):
+        layers[index] = _converted(layer)
+
+
+def _converted(layer: Layer) -> Layer:
+    attention, ffn, engram, experts = layer.attention, layer.ffn, layer.engram, layer.ffn.experts
+    if isinstance(experts, StoredExperts) and not experts.w2.shape[1] % 8:
+        experts = ArrangedExperts(arrange(experts.w13, experts.w13_scale, True), arrange(experts.w2, experts.w2_scale))
+    if attention.indexer is not None:
+        attention = replace(attention, indexer=replace(attention.indexer, wq_b=_fp8(attention.indexer.wq_b)))
+    wq_a_wkv, wq_b, wo_b = map(_fp8, (attention.wq_a_wkv, attention.wq_b, attention.wo_b))
+    return replace(
+        layer,
+        engram=None if engram is None else replace(engram, wkv=_fp8(engram.wkv)),
+        attention=replace(attention, wq_a_wkv=wq_a_wkv, wq_b=wq_b, wo_b=wo_b),
+        ffn=replace(ffn, experts=experts, shared_w13=_fp8(ffn.shared_w13), shared_w2=_fp8(ffn.shared_w2)),
+    )
+
+
+def _fp8(weight: Tensor | Fp8Weight) -> Tensor | Fp8Weight:
+    """The kernel's form of a weight, where it takes its shape."""
+    if isinstance(weight, Fp8Weight) or weight.shape[0] % 8 or weight.shape[1] % 32:
+        return weight
+    return Fp8Weight.of(weight)
