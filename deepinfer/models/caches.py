@@ -65,12 +65,24 @@ class BlockCache:
         return cache
 
 
+def carry_size(ratio: int, backtracking: int) -> int:
+    """Tokens that a compressor's carry has room for: a step of `backtracking` tokens overwrites none it must keep."""
+    return max(-(-backtracking // ratio), 1) * ratio
+
+
+def history_size(ngram: int, backtracking: int) -> int:
+    """Compressed ids that the Engram history has room for."""
+    return max(ngram - 1, 1) + max(backtracking, 0)
+
+
 @dataclass
 class StateCache:
     """Views into one byte tensor [num_slots, slot_bytes].
 
-    rings[l]: [num_slots, ring_size, row] of every layer; carry[l]: [num_slots, ratio, 2, head_dim], the pending tokens'
-    compressor inputs (a, b) of ratio-2 KV sources; history: int64 [num_slots, n - 1], the latest compressed ids.
+    rings[l]: [num_slots, ring_size, row] of every layer; carry[l]: [num_slots, carry_size, 2, head_dim], compressor
+    inputs (a, b) of ratio-2 KV sources; history: int64 [num_slots, history_size], the latest compressed ids. All three
+    are rings, a token at position % size, with room for the tokens that a step may take back beside those that are
+    looked up: positions behind the last accepted one are overwritten, and nothing has to be restored.
     """
 
     storage: Tensor
@@ -102,9 +114,11 @@ class StateCache:
         ring_bytes = ring_size * row * dtype.itemsize
         ratios = {layer: config.compress_ratios[layer] for layer in config.kv_source_layer_ids}
         carry_layers = [layer for layer, ratio in ratios.items() if ratio > 1]
-        num_history = max(config.engram_max_ngram_size - 1, 1)
+        backtracking = ring_size - config.sliding_window
+        num_history = history_size(config.engram_max_ngram_size, backtracking)
+        carry_rows = {layer: carry_size(ratios[layer], backtracking) for layer in carry_layers}
         sizes = [ring_bytes] * (config.num_hidden_layers + num_draft_rings)
-        sizes += [ratios[layer] * 2 * config.head_dim * compute.itemsize for layer in carry_layers]
+        sizes += [carry_rows[layer] * 2 * config.head_dim * compute.itemsize for layer in carry_layers]
         sizes += [num_history * 8]
         offsets = [0]
         for size in sizes:
@@ -121,7 +135,7 @@ class StateCache:
             stored_bytes=offsets[config.num_encoder_layers],
             rings=[view(layer, dtype, ring_size, row) for layer in range(layers)],
             carry={
-                layer: view(num_rings + i, compute, ratios[layer], 2, config.head_dim)
+                layer: view(num_rings + i, compute, carry_rows[layer], 2, config.head_dim)
                 for i, layer in enumerate(carry_layers)
             },
             history=view(len(sizes) - 1, torch.int64, num_history),

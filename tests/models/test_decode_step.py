@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepinfer.config.model import engram_primes
 from deepinfer.engine.step_buffers import StepBuffers, StepShape, first_rows, pad_inputs
+from deepinfer.models.caches import carry_size, history_size
 from deepinfer.models.inputs import HostLengths, ModelInputs
 from deepinfer.models.layers.decode_step import decode_metadata
 from deepinfer.models.layers.rope import rope_frequencies
@@ -42,6 +43,25 @@ def decode_inputs(positions: list[int], seed: int) -> ModelInputs:
     )
 
 
+def rows_of_sequences(inputs: ModelInputs, owner: list[int], positions: list[int]) -> ModelInputs:
+    """A step of several rows a sequence: row i belongs to the sequence owner[i] of `inputs`."""
+    index, at = torch.tensor(owner), torch.tensor(positions)
+    return replace(
+        inputs,
+        token_ids=torch.arange(len(owner)) + 3,
+        positions=at,
+        query_start=torch.arange(len(owner) + 1, dtype=torch.int32),
+        context_lens=(at + 1).int(),
+        block_tables=inputs.block_tables[index],
+        state_slots=inputs.state_slots[index],
+        logits_rows=torch.arange(len(owner)),
+    )
+
+
+def fields_of(plan: object) -> list[torch.Tensor]:
+    return [getattr(plan, field.name) for field in fields(plan)]  # type: ignore[arg-type]
+
+
 def same(got: object, expected: object) -> None:
     """Tensors, also of rotations: the same values and dtypes."""
     for field in fields(expected):  # type: ignore[arg-type]
@@ -51,29 +71,47 @@ def same(got: object, expected: object) -> None:
 
 @settings(deadline=None)
 @given(
-    positions=st.lists(st.integers(0, 100), min_size=1, max_size=8),
+    starts=st.lists(st.tuples(st.integers(0, 100), st.sampled_from([1, 1, 2, 6])), min_size=1, max_size=8),
     ngram=st.integers(2, 4),
     ring_size=st.integers(16, 30),
     seed=st.integers(0, 1000),
 )
 def test_a_decode_plan_does_what_the_general_plan_does(
-    positions: list[int], ngram: int, ring_size: int, seed: int
+    starts: list[tuple[int, int]], ngram: int, ring_size: int, seed: int
 ) -> None:
-    """The oracle is the general plan of a prefill of one token each; only the window is read elsewhere."""
+    """The oracle is the general plan of a prefill of these few tokens each; only the window is read elsewhere."""
     tables = tuple(map(sum, engram_primes(2, (ngram - 1) * 2, 61)))
     config = tiny_config(engram_max_ngram_size=ngram, engram_num_embeddings=tables)
     frequencies = {kind: rope_frequencies(config, kind) for kind in (False, True)}
-    inputs = decode_inputs(positions, seed)
+    counts = [count for _, count in starts]
+    owner = [i for i, count in enumerate(counts) for _ in range(count)]
+    positions = [start + j for start, count in starts for j in range(count)]
+    one_each = decode_inputs([start + count - 1 for start, count in starts], seed)
+    inputs = rows_of_sequences(one_each, owner, positions)
+    query_start = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    prefill = replace(
+        one_each, is_prefill=True, token_ids=inputs.token_ids, positions=inputs.positions, query_start=query_start
+    )
     arguments = (config, frequencies, BLOCK_SIZE, torch.float32, ring_size)
-    general = StepMetadata.build(replace(inputs, is_prefill=True), *arguments)
+    general = StepMetadata.build(prefill, *arguments)
     decode = decode_metadata(inputs, *arguments)
 
-    assert torch.equal(decode.sequence_of_row, general.sequence_of_row)
-    assert torch.equal(decode.state_slots, general.state_slots) and decode.state_slots.dtype == torch.int64
+    num_rows, carry = len(positions), carry_size(2, ring_size - config.sliding_window)
+    num_history = history_size(ngram, ring_size - config.sliding_window)
+    assert torch.equal(decode.sequence_of_row, torch.arange(num_rows, dtype=torch.int32))
+    assert torch.equal(decode.state_slots, general.state_slots[owner]) and decode.state_slots.dtype == torch.int64
     for kind in (False, True):
         same(decode.rotations[kind], general.rotations[kind])
-    assert torch.equal(decode.ngram_source, general.ngram_source)
-    assert torch.equal(decode.history_source, general.history_source)
+
+    def of_rows(index: torch.Tensor, size: int) -> torch.Tensor:
+        """What says the same in a plan whose kept rows are one set a sequence, not one a row."""
+        kept, sequence = index - num_rows, torch.tensor([*owner, len(starts)])
+        return torch.where(index < num_rows, index, num_rows + sequence[kept // size] * size + kept % size)
+
+    assert torch.equal(of_rows(decode.ngram_source, num_history), general.ngram_source)
+    assert decode.history.rows is None
+    for row, slot, place in zip(*(t.tolist() for t in fields_of(general.history)), strict=True):
+        assert (slot, place) == (int(decode.history.slots[row]), int(decode.history.places[row]))
 
     # Stored first, then read from the ring: position p lies at p % ring.
     assert decode.window.from_ring and torch.equal(decode.window.stored_slots, general.window.stored_slots)
@@ -82,20 +120,24 @@ def test_a_decode_plan_does_what_the_general_plan_does(
         expected = [base + p % ring_size if p >= 0 else -1 for p in range(position - 15, position + 1)]
         assert decode.window.slots[row].tolist() == expected
 
-    at = torch.tensor(positions)
+    at = inputs.positions
     for ratio, plan in general.compression.items():
         got, is_complete = decode.compression[ratio], at % ratio == ratio - 1
         assert torch.equal(got.visible, plan.visible) and got.visible.dtype == plan.visible.dtype
         assert torch.equal(got.members[is_complete, -1:], plan.members[:, -1:])
         if ratio > 1:  # ratio 1 pools nothing and carries nothing
-            assert torch.equal(got.members[is_complete], plan.members)
-            for name in ("pending_rows", "pending_slots", "pending_offsets"):
-                assert torch.equal(getattr(got, name)[~is_complete], getattr(plan, name)), name
+            assert torch.equal(of_rows(got.members[is_complete], carry), plan.members)
+            kept = torch.isin(got.pending_rows, plan.pending_rows)  # every open group is carried, not the last alone
+            assert not (kept & is_complete).any()
+            for name in ("pending_rows", "pending_slots", "pending_places"):
+                assert torch.equal(getattr(got, name)[kept], getattr(plan, name)), name
+            assert torch.equal(got.pending_slots[~is_complete], decode.state_slots[~is_complete])
+            assert torch.equal(got.pending_places, at % carry)
             assert (got.pending_slots[is_complete] == 0).all()
         assert torch.equal(got.group_slots[is_complete].long(), plan.group_slots)
         same(Rotation(got.rotation.cos[is_complete], got.rotation.sin[is_complete]), plan.rotation)
         # What is left over reads rows that exist and writes the null block.
-        assert got.members.min() >= 0 and got.members.max() < len(positions) * (1 + ratio)
+        assert got.members.min() >= 0 and got.members.max() < num_rows * (1 + carry)
         assert (got.group_slots[~is_complete] < BLOCK_SIZE // ratio).all()
 
 

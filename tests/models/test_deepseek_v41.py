@@ -27,7 +27,9 @@ def make_model(dtype: torch.dtype, quantize_activations: bool = False, **overrid
 class Driver:
     """Feeds chunks of several sequences through the model, with shuffled physical blocks and slots."""
 
-    def __init__(self, model: DeepseekV41, cache_dtype: str, lengths: list[int], seed: int) -> None:
+    def __init__(
+        self, model: DeepseekV41, cache_dtype: str, lengths: list[int], seed: int, backtracking: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.model = model
         blocks = [-(-length // BLOCK_SIZE) for length in lengths]
@@ -37,7 +39,7 @@ class Driver:
             self.tables[i, : len(part)] = part
         self.slots = (torch.randperm(len(lengths), generator=generator) + 1).int()
         self.caches: Caches = model.allocate_caches(
-            sum(blocks) + 1, BLOCK_SIZE, len(lengths) + 1, CACHE_DTYPES[cache_dtype]
+            sum(blocks) + 1, BLOCK_SIZE, len(lengths) + 1, CACHE_DTYPES[cache_dtype], backtracking
         )
         self.caches.state.storage.fill_(0xA5)  # stale state of an earlier sequence must never show
         for cache in (*self.caches.blocks.latents.values(), *self.caches.blocks.index_keys.values()):

@@ -14,32 +14,32 @@ BLOCK = 128
 
 
 @triton.jit
-def _member(ab, carry, states, member, n, at, inside, dim, slot_stride, RATIO: tl.constexpr):
+def _member(ab, carry, states, member, n, at, inside, dim, slot_stride, kept):
     """Values at channels `at` of one member: of a new row, or of a carried one."""
     is_new = member < n
     carried = tl.maximum(member - n, 0)
-    slot = tl.load(states + carried // RATIO, mask=~is_new, other=0)
+    slot = tl.load(states + carried // kept, mask=~is_new, other=0)
     new = tl.load(ab + member * 2 * dim + at, mask=inside & is_new, other=0.0)
-    source = carry + slot * slot_stride + (carried % RATIO) * 2 * dim
+    source = carry + slot * slot_stride + (carried % kept) * 2 * dim
     return tl.where(is_new, new, tl.load(source + at, mask=inside & ~is_new, other=0.0))
 
 
 @triton.jit(do_not_specialize=["n"])
-def _pool(ab, carry, states, members, out, n, dim, slot_stride, RATIO: tl.constexpr, BLOCK: tl.constexpr):
+def _pool(ab, carry, states, members, out, n, dim, slot_stride, kept, RATIO: tl.constexpr, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < dim
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for place in tl.static_range(RATIO):
         member = tl.load(members + group * RATIO + place)
-        gate = _member(ab, carry, states, member, n, dim + at, inside, dim, slot_stride, RATIO)
+        gate = _member(ab, carry, states, member, n, dim + at, inside, dim, slot_stride, kept)
         best = tl.maximum(best, gate)
     total = tl.zeros((BLOCK,), tl.float32)
     result = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(RATIO):
         member = tl.load(members + group * RATIO + place)
-        gate = _member(ab, carry, states, member, n, dim + at, inside, dim, slot_stride, RATIO)
-        value = _member(ab, carry, states, member, n, at, inside, dim, slot_stride, RATIO)
+        gate = _member(ab, carry, states, member, n, dim + at, inside, dim, slot_stride, kept)
+        value = _member(ab, carry, states, member, n, at, inside, dim, slot_stride, kept)
         weight = tl.exp(gate - best)
         total += weight
         result += value * weight
@@ -63,7 +63,7 @@ def pool_groups(
     members: Tensor,
     pending_rows: Tensor,
     pending_slots: Tensor,
-    pending_offsets: Tensor,
+    pending_places: Tensor,
 ) -> Tensor:
     (groups, ratio), dim = members.shape, ab.shape[2]
     if ab.dtype != torch.float32 or carry.dtype != torch.float32 or carry.stride()[1:] != (2 * dim, dim, 1):
@@ -73,11 +73,11 @@ def pool_groups(
     if groups:
         _pool[(groups, triton.cdiv(dim, BLOCK))](
             ab, carry, state_slots.contiguous(), members.contiguous(), out, len(ab), dim, slot_stride,
-            RATIO=ratio, BLOCK=BLOCK, num_warps=4,
+            carry.shape[1], RATIO=ratio, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     if len(pending_rows):
         _keep[(len(pending_rows), triton.cdiv(2 * dim, BLOCK))](
-            ab, carry, pending_rows.contiguous(), pending_slots.contiguous(), pending_offsets.contiguous(), 2 * dim,
+            ab, carry, pending_rows.contiguous(), pending_slots.contiguous(), pending_places.contiguous(), 2 * dim,
             slot_stride, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return out

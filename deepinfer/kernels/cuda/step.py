@@ -37,10 +37,21 @@ def entry_slots(positions: Tensor, block_tables: Tensor, sequence_of_row: Tensor
     return out
 
 
+@triton.jit
+def _source(positions, states, row, position, state, back, n, size):
+    """Where the token `back` before the row's is: a new row of this step, or one of `size` kept ones."""
+    inside = row >= back
+    other_state = tl.load(states + row - back, mask=inside, other=-1).to(tl.int64)
+    other_position = tl.load(positions + row - back, mask=inside, other=-1)
+    is_new = inside & (other_state == state) & (other_position == position - back)
+    kept = (position - back + size) % size  # operands of % must not be negative here, unlike in Python
+    return tl.where(is_new, row - back, n + row * size + kept)
+
+
 @triton.jit(do_not_specialize=["n"])  # one kernel for every batch size
 def _decode_plan(
     positions, states, tables, frequencies, rotations, window_slots, ngram_source, members, slots, visible,
-    n, table_stride, pairs, block_size, window, ring, ngram,
+    n, table_stride, pairs, block_size, window, ring, ngram, carry, history,
     RATIO: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, NGRAM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -65,12 +76,13 @@ def _decode_plan(
     tl.store(window_slots + row * window + at, slot.to(tl.int32), mask=at < window)
 
     back = tl.arange(0, NGRAM)
-    source = tl.where(position >= back, n + row * (ngram - 1) + back - 1, n * ngram)
-    tl.store(ngram_source + row * ngram + back, tl.where(back == 0, row, source), mask=back < ngram)
+    source = _source(positions, states, row, position, state, back, n, history)
+    source = tl.where(position >= back, source, n * (1 + history))
+    tl.store(ngram_source + row * ngram + back, source, mask=back < ngram)
 
-    for place in tl.static_range(RATIO):
-        member = row if place == RATIO - 1 else n + row * RATIO + place
-        tl.store(members + row * RATIO + place, member)
+    place = tl.arange(0, RATIO)
+    member = _source(positions, states, row, position, state, RATIO - 1 - place, n, carry)
+    tl.store(members + row * RATIO + place, member)
 
     table = tables + row * table_stride
     entries = block_size // RATIO
@@ -81,7 +93,8 @@ def _decode_plan(
     tl.store(slots + 2 * n + row, single)
     tl.store(slots + 3 * n + row, tl.where(is_complete, pooled, 0))
     tl.store(slots + 4 * n + row, tl.where(is_complete, 0, state))
-    tl.store(slots + 5 * n + row, offset)
+    tl.store(slots + 5 * n + row, position % carry)
+    tl.store(slots + 6 * n + row, position % history)
     tl.store(visible + row, (position + 1).to(tl.int32))
     tl.store(visible + n + row, (group + tl.where(is_complete, 1, 0)).to(tl.int32))
 
@@ -97,6 +110,8 @@ def decode_plan(
     window: int,
     ring: int,
     ngram: int,
+    carry: int,
+    history: int,
     wide: torch.dtype,
 ) -> tuple[Tensor, ...]:
     if wide is not torch.float32:
@@ -106,13 +121,13 @@ def decode_plan(
     window_slots = torch.empty(n, window, dtype=torch.int32, device=device)
     ngram_source = torch.empty(n, ngram, dtype=torch.int64, device=device)
     members = torch.empty(n, ratio, dtype=torch.int64, device=device)
-    slots = torch.empty(6, n, dtype=torch.int64, device=device)
+    slots = torch.empty(7, n, dtype=torch.int64, device=device)
     visible = torch.empty(2, n, dtype=torch.int32, device=device)
     tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
     _decode_plan[(n,)](
         positions.contiguous(), state_slots.contiguous(), tables, frequencies.contiguous(),
         rotations, window_slots, ngram_source, members, slots, visible,
-        n, tables.stride(0), pairs, block_size, window, ring, ngram,
+        n, tables.stride(0), pairs, block_size, window, ring, ngram, carry, history,
         RATIO=ratio, PAIRS=triton.next_power_of_2(pairs), WINDOW=triton.next_power_of_2(window),
         NGRAM=triton.next_power_of_2(ngram), num_warps=4,
     )  # fmt: skip

@@ -29,21 +29,26 @@ def decode_plan(
     window: int,
     ring: int,
     ngram: int,
+    carry: int,
+    history: int,
     wide: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Where the N rows of a decode step read and write (models/layers/decode_step.py), one sequence a row.
+    """Where the N rows of a decode step read and write (models/layers/decode_step.py).
 
+    Rows of one sequence (equal state slots) lie side by side, at consecutive positions; all inputs have an entry a row.
     Two kinds of compression are planned: every token a group, and groups of `ratio` tokens. A row's candidate is the
     group of its own token; where it stays open, its slot is in the null block 0, else the pending slot is 0.
 
     positions int64 [N], state_slots int32 [N], block_tables int32 [N, max_blocks], frequencies float64 [2, pairs] of
-    plain and of compressed layers; `ring` slots hold a window, `ngram` ids make an n-gram. Returns
+    plain and of compressed layers; `ring` slots hold a window, `carry` a compressor's tokens and `history` compressed
+    ids, of which `ngram` make an n-gram: rings, a token at position % size. Returns
 
     - rotations, `wide` [cos | sin, 3, N, pairs]: plain and compressed at the position, compressed at the group's start
     - window slots, int32 [N, window], -1 before the first token
-    - n-gram sources, int64 [N, ngram] into [N new rows | N * (ngram - 1) history ids, latest first | boundary]
-    - members, int64 [N, ratio] into [N new rows | N * ratio carried rows], the tokens of the group
-    - slots, int64 [6, N]: state, ring slot of the token, groups of 1, groups of `ratio`, pending, place in the group
+    - n-gram sources, int64 [N, ngram], token itself first, into [N new rows | N * history ids | boundary]
+    - members, int64 [N, ratio] into [N new rows | N * carry carried rows], the tokens of the group
+    - slots, int64 [7, N]: state, ring slot of the token, groups of 1, groups of `ratio`, pending, place in the carry,
+      place in the history
     - visible, int32 [2, N]: groups of 1 and of `ratio` that the row may see
     """
     num_rows, device = len(positions), positions.device
@@ -58,9 +63,14 @@ def decode_plan(
     wanted = positions.unsqueeze(1) + torch.arange(1 - window, 1, device=device)
     ring_slots = (states * ring).unsqueeze(1) + wanted % ring
 
-    history = rows * (ngram - 1) + num_rows
-    earlier = [(history + (back - 1)).masked_fill(positions < back, num_rows * ngram) for back in range(1, ngram)]
-    carried = [rows * ratio + (num_rows + place) for place in range(ratio - 1)]
+    def source(back: int, size: int) -> Tensor:
+        """Where the token `back` before each row's is: a new row of this step, or one of `size` kept ones."""
+        is_new = (states.roll(back) == states) & (positions.roll(back) == positions - back) & (rows >= back)
+        return torch.where(is_new, rows - back, rows * size + (num_rows + (positions - back) % size))
+
+    boundary = num_rows * (1 + history)
+    earlier = [source(back, history).masked_fill(positions < back, boundary) for back in range(1, ngram)]
+    members = [source(back, carry) for back in range(ratio - 1, 0, -1)]
 
     def group_slots(groups: Tensor, entries: int) -> Tensor:
         blocks = torch.gather(block_tables, 1, (groups // entries).unsqueeze(1)).squeeze(1)
@@ -68,11 +78,13 @@ def decode_plan(
 
     pooled = group_slots(group, block_size // ratio).masked_fill(~is_complete, 0)
     pending = states.masked_fill(is_complete, 0)
+    singles = group_slots(positions, block_size)
+    places = positions % carry, positions % history
     return (
         rotations,
         ring_slots.masked_fill(wanted < 0, -1).to(torch.int32),
         torch.stack((rows, *earlier), dim=1),
-        torch.stack((*carried, rows), dim=1),
-        torch.stack((states, ring_slots[:, -1], group_slots(positions, block_size), pooled, pending, offset)),
+        torch.stack((*members, rows), dim=1),
+        torch.stack((states, ring_slots[:, -1], singles, pooled, pending, *places)),
         torch.stack((positions + 1, group + is_complete)).to(torch.int32),
     )

@@ -43,7 +43,7 @@ class Compressor:
     def _pool(self, y: Tensor, step: StepMetadata, caches: Caches) -> Tensor:
         """Softmax-weighted mean over the tokens of each group, in at least float32; open groups go to the carry."""
         plan = step.compression[self.ratio]
-        carry = caches.state.carry[self.layer_id]  # [slots, ratio, 2, d]
+        carry = caches.state.carry[self.layer_id]  # [slots, C, 2, d]
         ab = wide_linear(y, self.wkv).unflatten(-1, (2, -1))  # [N, 2, d]
-        pending = plan.pending_rows, plan.pending_slots, plan.pending_offsets
+        pending = plan.pending_rows, plan.pending_slots, plan.pending_places
         return ops.pool_groups(ab, carry, step.state_slots, plan.members, *pending).to(y.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.kernels import ops
+from deepinfer.kernels.deep_gemm.linear import Fp8Weight
 from deepinfer.kernels.ops import RowFormat
 from deepinfer.models.caches import Caches
 from deepinfer.models.layers.engram_map import engram_multipliers
@@ -48,7 +49,7 @@ class Engram:
 
     hash: EngramHash
     table: Tensor  # [rows, engram_head_dim], or packed FP8 rows uint8 [1, rows, engram_head_dim * 33 / 32]
-    wkv: Tensor  # [(hc + 1) * D, heads * engram_head_dim]
+    wkv: Tensor | Fp8Weight  # [(hc + 1) * D, heads * engram_head_dim]
     weight: Tensor  # [hc, D] = q_weight * k_weight
 
     def forward(self, h: Tensor, ngrams: Tensor, config: ModelConfig, quantize_activations: bool) -> Tensor:
@@ -68,8 +69,9 @@ def advance_history(token_map: Tensor, step: StepMetadata, caches: Caches) -> Te
 
     token_map int64 [vocab] -> int64 [N, n], BOUNDARY before the first token of a sequence.
     """
-    history = caches.state.history
+    history, kept = caches.state.history, step.history
     boundary = torch.full((1,), BOUNDARY, device=history.device)
-    pool = torch.cat((token_map[step.inputs.token_ids], history[step.state_slots].flatten(), boundary))
-    history[step.state_slots] = pool[step.history_source]
+    ids = token_map[step.inputs.token_ids]
+    pool = torch.cat((ids, history[step.state_slots].flatten(), boundary))
+    history[kept.slots, kept.places] = ids if kept.rows is None else ids[kept.rows]
     return pool[step.ngram_source]
