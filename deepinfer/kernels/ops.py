@@ -5,9 +5,10 @@ from importlib.util import find_spec
 import torch
 
 from deepinfer.kernels import cpu, registry  # cpu registers its backends
-from deepinfer.kernels.deep_gemm import moe
+from deepinfer.kernels.deep_gemm.available import is_available
 from deepinfer.kernels.reference.attention import sparse_attention
 from deepinfer.kernels.reference.basic import linear, rms_norm, rope, round_fp8, swiglu
+from deepinfer.kernels.reference.bitmask import apply_token_bitmask
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
 from deepinfer.kernels.reference.compressor import pool_groups
 from deepinfer.kernels.reference.engram import engram_gate, engram_hash
@@ -16,6 +17,7 @@ from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, 
 from deepinfer.kernels.reference.moe import moe_experts, moe_experts_fp4, moe_gate
 from deepinfer.kernels.reference.prefill_plan import prefill_plan, window_plan
 from deepinfer.kernels.reference.sampling import draw_tokens
+from deepinfer.kernels.reference.speculation import lookup_drafts, verify_tokens
 from deepinfer.kernels.reference.step import decode_plan, entry_slots
 
 if torch.cuda.is_available() and find_spec("triton") is not None:
@@ -23,6 +25,7 @@ if torch.cuda.is_available() and find_spec("triton") is not None:
 
 __all__ = [
     "RowFormat",
+    "apply_token_bitmask",
     "candidate_blocks",
     "decode_plan",
     "draw_tokens",
@@ -35,6 +38,7 @@ __all__ = [
     "index_scores",
     "linear",
     "load_rows",
+    "lookup_drafts",
     "mask_to_candidates",
     "moe_experts",
     "moe_experts_fp4",
@@ -51,16 +55,14 @@ __all__ = [
     "store_rows",
     "swiglu",
     "top_k_positions",
+    "verify_tokens",
     "window_plan",
 ]
 
 
 def multiplies_fp8(dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether the products of kernels/deep_gemm take activations of `dtype` there: BF16 on Hopper, with a compiler."""
-    device = torch.device(device)
-    if device.type != "cuda" or dtype is not torch.bfloat16 or not registry.USES_CUDA_CPP:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and moe.is_available()
+    return dtype is torch.bfloat16 and is_available(torch.device(device))
 
 
 def reads_fp4_experts(dtype: torch.dtype, device: torch.device | str) -> bool:

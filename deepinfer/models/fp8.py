@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from deepinfer.kernels import ops
+from deepinfer.kernels.deep_gemm.available import compile_kernels
 from deepinfer.kernels.deep_gemm.fp4_weights import arrange
 from deepinfer.kernels.deep_gemm.linear import Fp8Weight
 from deepinfer.models.layers.block import Layer
@@ -17,6 +20,8 @@ from deepinfer.models.layers.moe import ArrangedExperts, StoredExperts
 
 def use_fp8_kernels(layers: list[Layer]) -> None:
     """Convert `layers` in place, one at a time: weights of FP8 linears to `Fp8Weight`, stored experts to tiles."""
+    if ops.multiplies_fp8(torch.bfloat16, layers[0].ffn.gate.device):
+        compile_kernels()
     for index, layer in enumerate(layers):
         layers[index] = _converted(layer)
 

@@ -484,17 +484,22 @@ def test_logits_of_fp4_pages(sequences, queries, width, page):
 
 @gpu
 @hopper
+@pytest.mark.parametrize("rows, sequences", [(9, 3), (300, 4), (17, 17), (1, 1)])
 @pytest.mark.parametrize("entries", [64, 128])
-def test_index_scores_agree_with_the_reference(entries):
+def test_index_scores_agree_with_the_reference(entries, rows, sequences):
+    """Prefill and, with a row a sequence, decode."""
     torch.manual_seed(entries)
-    rows, sequences, blocks = 9, 3, 5
+    blocks = 5
     iq = mxfp4_round_trip(torch.randn(rows, 32, 128, device="cuda")).bfloat16()
     weights = torch.randn(rows, 32, device="cuda").bfloat16()
-    cache = pack_mxfp4_row(torch.randn(20 * entries, 128, device="cuda")).view(20, entries, 68)
-    tables = torch.randperm(20, device="cuda")[: sequences * blocks].view(sequences, blocks).int()
-    owner = torch.randint(0, sequences, (rows,), device="cuda", dtype=torch.int32)
+    pages = sequences * blocks + 5
+    cache = pack_mxfp4_row(torch.randn(pages * entries, 128, device="cuda")).view(pages, entries, 68)
+    tables = torch.randperm(pages, device="cuda")[: sequences * blocks].view(sequences, blocks).int()
+    owner = torch.arange(rows, device="cuda", dtype=torch.int32) * sequences // rows
     visible = torch.randint(0, blocks * entries + 1, (rows,), device="cuda", dtype=torch.int32)
-    result = index_scores(iq, weights, cache, tables, owner, visible)
+    most = visible.new_zeros(sequences).scatter_reduce_(0, owner.long(), visible, "amax")
+    unseen = torch.arange(blocks, device="cuda") * entries >= most[:, None]
+    result = index_scores(iq, weights, cache, tables.masked_fill(unseen, 1 << 30), owner, visible)
     expected = reference_scores.reference(iq.double(), weights.double(), cache, tables, owner, visible)
     width = expected.shape[1]
     assert (result[:, width:] == float("-inf")).all()

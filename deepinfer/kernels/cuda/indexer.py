@@ -11,6 +11,8 @@ from deepinfer.kernels.cuda.cache_rows import alignment, cache_kind
 from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.cuda.formats import load_cache_rows
 from deepinfer.kernels.cuda.top_k import LARGEST_K, select_top_k
+from deepinfer.kernels.deep_gemm import indexer as deep_gemm
+from deepinfer.kernels.deep_gemm.available import is_available
 from deepinfer.kernels.reference import indexer  # noqa: F401  (defines the operations)
 from deepinfer.kernels.reference.cache_rows import RowFormat
 from deepinfer.kernels.registry import backend
@@ -55,6 +57,10 @@ def index_scores(
     iq: Tensor, weights: Tensor, cache: Tensor, block_tables: Tensor, sequence_of_row: Tensor, visible: Tensor
 ) -> Tensor:
     """As wide as the block tables reach, so that no row's context has to be known to the host."""
+    if is_available(iq.device):
+        scores = deep_gemm.index_scores(iq, weights, cache, block_tables, sequence_of_row, visible)
+        if scores is not NotImplemented:
+            return scores
     n, heads, dim = iq.shape
     kind = cache_kind(cache, RowFormat.MXFP4)
     if not covered(iq, weights) or kind is None or (kind and dim % 32):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache
 from pathlib import Path
 
@@ -13,10 +12,7 @@ from torch import Tensor
 from deepinfer.kernels.deep_gemm.activations import quantize_rows
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights
 from deepinfer.kernels.deep_gemm.moe_gemm import MAX_EXPERTS, grouped_gate_up, grouped_gemm
-from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
-from deepinfer.kernels.deep_jit.driver import DriverError
-
-logger = logging.getLogger(__name__)
+from deepinfer.kernels.deep_jit import Build, Kernel
 
 SOURCE = Path(__file__).parent / "moe_route.cu"
 THREADS = 1024
@@ -32,15 +28,9 @@ def _kernel() -> Kernel:
     return Kernel(builds()[0])
 
 
-@cache
-def is_available() -> bool:
-    """Whether CUDA C++ can be compiled and loaded on the current device; says why where it cannot."""
-    try:
-        _kernel().load()
-    except (CompileError, DriverError) as error:
-        logger.warning("Triton kernels instead of deep_gemm: %s", error)
-        return False
-    return True
+def load() -> None:
+    """Compile and load the routing kernel on the current device. Raises CompileError or DriverError."""
+    _kernel().load()
 
 
 def route(chosen: Tensor, gates: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

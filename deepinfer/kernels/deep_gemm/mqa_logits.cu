@@ -9,9 +9,9 @@
 // the query's columns come in that order too. A key takes its largest scale; codes far below it are rounded.
 //
 // PAGED 0: keys [S, 128] and scales [S]; token t sees the keys of [starts[t], ends[t]); work is cut into tiles of
-// TOKENS x PRODUCTS tokens and chunks of keys. PAGED 1: TOKENS x PRODUCTS tokens of each sequence, its keys in pages of PAGE
+// TOKENS x PRODUCTS tokens and chunks of keys; with RELATIVE column 0 of a token is its first key. PAGED 1: TOKENS x PRODUCTS tokens of each sequence, its keys in pages of PAGE
 // (FP8: 64 rows of 128 bytes, then 64 float scales); token t sees ends[t] keys; each block gets an equal run of all tiles.
-// Macros: PAGED, FP4 (only PAGED), PAGE (64, 128), HEADS, TOKENS, PRODUCTS, STAGES.
+// Macros: PAGED, RELATIVE (not PAGED), FP4 (only PAGED), PAGE (64, 128), HEADS, TOKENS, PRODUCTS, STAGES.
 
 #include "fp4_weights.cuh"
 #include "products.cuh"
@@ -28,6 +28,9 @@
 #define STARTS (BARRIERS + (2 * STAGES + 4) * 8)
 #define MAX_SEQUENCES 1024
 #define PAGE_ROWS 66  // of 128 bytes: an FP8 page's keys and their scales
+#define CLEANED 4096  // columns that a block cleans at a time; PAGED
+
+#define MINUS_INFINITY __int_as_float(0xFF800000)
 
 struct Params {
     const float* weights;     // [tokens, HEADS]
@@ -38,6 +41,7 @@ struct Params {
     long long out_stride, page_stride;  // page_stride: bytes; FP4
     int tokens, keys, chunk, table_stride;  // chunk: key tiles of one piece of work
     int clean;                // write -inf where no token of a tile sees a key
+    int width;                // columns of out; RELATIVE
 };
 
 struct Ring {
@@ -197,8 +201,9 @@ DEVICE void write_logits(float (&sum)[TOKENS][2], const Params& p, const int (&s
         float x = (c & 1 ? sum[t][1] : sum[t][0]) + other;
         x += __shfl_xor_sync(~0u, x, 2);
         const bool seen = key >= start[t] && key < end[t];
-        if (c / 2 == t % 2 && token + t < p.tokens && key < p.keys)
-            p.out[(token + t) * p.out_stride + key] = seen ? x * scale : __int_as_float(0xFF800000);
+        const int column = RELATIVE ? key - start[t] : key;
+        if (c / 2 == t % 2 && token + t < p.tokens && column >= 0 && column < (RELATIVE ? p.width : p.keys))
+            p.out[(token + t) * p.out_stride + column] = seen ? x * scale : MINUS_INFINITY;
     }
 }
 
@@ -211,11 +216,12 @@ DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
     Walk walk(p, starts);
     for (Work work; walk.next(p, work);) {
         const Work seen = seen_part(p, work);
-        if (p.clean) {
+        if (!PAGED && p.clean) {
             for (int t = work.token; t < min(work.token + QUERY_TOKENS, p.tokens); t++) {
                 float* target = p.out + t * p.out_stride;
-                for (int i = work.first * KEYS + threadIdx.x; i < min(work.end * KEYS, p.keys); i += 256)
-                    if (i < seen.first * KEYS || i >= seen.end * KEYS) target[i] = __int_as_float(0xFF800000);
+                const int first = RELATIVE ? __ldg(p.starts + t) : 0, last = RELATIVE ? first + p.width : p.keys;
+                for (int i = max(work.first * KEYS, first) + threadIdx.x; i < min(work.end * KEYS, last); i += 256)
+                    if (i < seen.first * KEYS || i >= seen.end * KEYS) target[i - first] = MINUS_INFINITY;
             }
         }
         if (seen.first >= seen.end) continue;
@@ -287,6 +293,16 @@ DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
         if (lane == 0) barrier_arrive(query_empty + queries.stage * 8);
         queries.next(2);
     }
+#if PAGED
+    if (!p.clean) return;
+    const int pieces = (p.keys + CLEANED - 1) / CLEANED;
+    for (int item = blockIdx.x; item < p.tokens * pieces; item += gridDim.x) {  // behind the last tile of a sequence
+        const int token = item / pieces, sequence = token / QUERY_TOKENS, first = (item - token * pieces) * CLEANED;
+        const int written = (starts[sequence + 1] - starts[sequence]) * KEYS;
+        for (int i = max(first, written) + threadIdx.x; i < min(first + CLEANED, p.keys); i += 256)
+            p.out[token * p.out_stride + i] = MINUS_INFINITY;
+    }
+#endif
 }
 
 #if PAGED

@@ -15,7 +15,7 @@ from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit import Build, Kernel
 
 SOURCE = Path(__file__).parent / "mqa_logits.cu"
-DIM, KEYS, PAGE = 128, 128, 64
+DIM, KEYS, PAGE, HEADS = 128, 128, 64, 32
 PAGE_BYTES = PAGE * (DIM + 4)
 FP4_ROW, FP4_PAGES = 68, (64, 128)  # bytes of an MXFP4 key; keys of a page
 MAX_SEQUENCES = 1024
@@ -39,6 +39,7 @@ class _Params(ctypes.Structure):
         ("chunk", ctypes.c_int),
         ("table_stride", ctypes.c_int),
         ("clean", ctypes.c_int),
+        ("width", ctypes.c_int),
     ]
 
 
@@ -49,7 +50,8 @@ class _Variant:
     shape: tuple[int, int]
     page: int = 0
     fp4: bool = False
-    heads: int = 32
+    relative: bool = False
+    heads: int = HEADS
 
     @property
     def query_bytes(self) -> int:
@@ -67,6 +69,7 @@ class _Variant:
         """What to compile."""
         defines: dict[str, int | str] = {
             "PAGED": int(self.page > 0),
+            "RELATIVE": int(self.relative),
             "FP4": int(self.fp4),
             "PAGE": self.page or PAGE,
             "HEADS": self.heads,
@@ -81,7 +84,8 @@ def builds() -> list[Build]:
     """The indexer of V4.1-Flash: 32 heads; one token a sequence and what speculative decoding verifies."""
     decode = [_Variant(shape, PAGE) for shape in DECODE_SHAPES.values()]
     decode += [_Variant(shape, page, True) for shape in DECODE_SHAPES.values() for page in FP4_PAGES]
-    return [variant.build() for variant in (_Variant(PREFILL_SHAPE), *decode)]
+    prefill = [_Variant(PREFILL_SHAPE, relative=relative) for relative in (False, True)]
+    return [variant.build() for variant in (*prefill, *decode)]
 
 
 @cache
@@ -91,7 +95,7 @@ def _kernel(variant: _Variant) -> Kernel:
 
 
 @cache
-def _fp4_order(device: torch.device) -> Tensor:
+def fp4_order(device: torch.device) -> Tensor:
     """Which column stands where for keys widened in registers: see mqa_logits.cu."""
     position = torch.arange(DIM, device=device)
     lane, i, upper = position % 16 // 4, position % 4, position % 32 // 16
@@ -100,7 +104,7 @@ def _fp4_order(device: torch.device) -> Tensor:
 
 def _check(q: Tensor, weights: Tensor) -> None:
     tokens, heads, dim = q.shape
-    if q.dtype != torch.float8_e4m3fn or dim != DIM or heads != 32 or not q.is_contiguous():
+    if q.dtype != torch.float8_e4m3fn or dim != DIM or heads != HEADS or not q.is_contiguous():
         raise ValueError(f"q must be contiguous float8_e4m3fn [T, 32, {DIM}], got {q.dtype} {list(q.shape)}")
     if weights.dtype != torch.float32 or list(weights.shape) != [tokens, heads] or not weights.is_contiguous():
         raise ValueError(f"weights must be contiguous float32 [{tokens}, {heads}], got {list(weights.shape)}")
@@ -114,19 +118,20 @@ def mqa_logits(
     starts: Tensor,
     ends: Tensor,
     clean: bool = True,
+    width: int | None = None,
 ) -> Tensor:
     """out[t, s] = key_scales[s] * sum_h weights[t, h] * relu(q[t, h] . keys[s]) for starts[t] <= s < ends[t], float32.
 
     q E4M3 [T, 32, 128] (its scales belong into weights), keys E4M3 [S, 128], key_scales float32 [S], weights float32
-    [T, 32], starts and ends int32 [T] -> [T, S]. Elsewhere -inf, or with `clean` off partly unwritten. Raises
-    ValueError.
+    [T, 32], starts and ends int32 [T] -> [T, S]. Elsewhere -inf, or with `clean` off partly unwritten. With `width`
+    [T, width], column 0 of a token being the key starts[t]: no range may be longer. Raises ValueError.
     """
     _check(q, weights)
     tokens, count = q.shape[0], keys.shape[0]
     if keys.dtype != torch.float8_e4m3fn or keys.shape[1] != DIM or list(key_scales.shape) != [count]:
         raise ValueError(f"keys must be float8_e4m3fn [S, {DIM}] and key_scales [S], got {list(keys.shape)}")
-    out = torch.empty(tokens, count, dtype=torch.float32, device=q.device)
-    if tokens == 0 or count == 0:
+    out = torch.empty(tokens, count if width is None else width, dtype=torch.float32, device=q.device)
+    if out.numel() == 0 or count == 0:
         return out
     cards, group = processors(q.device.index), PREFILL_SHAPE[0] * PREFILL_SHAPE[1]
     tiles, groups = -(-count // KEYS), -(-tokens // group)
@@ -141,8 +146,9 @@ def mqa_logits(
         keys=count,
         chunk=chunk,
         clean=int(clean),
+        width=width or 0,
     )
-    _kernel(_Variant(PREFILL_SHAPE)).launch(
+    _kernel(_Variant(PREFILL_SHAPE, relative=width is not None)).launch(
         (min(cards, groups * -(-tiles // chunk)), 1, 1),
         (384, 1, 1),
         params,
@@ -160,15 +166,17 @@ def paged_mqa_logits(
     visible: Tensor,
     block_table: Tensor,
     width: int,
-    out: Tensor | None = None,
+    clean: bool = False,
+    ordered: bool = False,
 ) -> Tensor:
     """`mqa_logits` for n tokens of each sequence over its paged keys: float32 [B * n, width].
 
     q E4M3 [B, n, 32, 128]; pages uint8, either [P, 64 * 132], each 64 keys of 128 E4M3 and then 64 float32 scales, or
     [P, 64 or 128, 68], rows of 64 bytes of E2M1 pairs and four E8M0 bytes (the engine's cache); weights
     float32 [B * n, 32]; visible int32 [B * n]: keys that a token sees; block_table int32 [B, >= ceil(visible / 64)].
-    Columns from the end of a sequence's last 128 keys on are not written; those before it that are not visible are
-    -inf. n is 1 to 6 or 8, at most 1,024 sequences. Raises ValueError.
+    Columns that are not visible are -inf; those from the end of a sequence's last 128 keys on are written only if
+    `clean`. n is 1 to 6 or 8, at most 1,024 sequences. `ordered`: the columns of q are in `fp4_order` already. Raises
+    ValueError.
     """
     sequences, queries = q.shape[:2]
     shape = DECODE_SHAPES.get(queries)
@@ -177,8 +185,7 @@ def paged_mqa_logits(
     flat = q.flatten(0, 1)
     _check(flat, weights)
     variant = _paged_variant(pages, shape)
-    if out is None:
-        out = torch.empty(flat.shape[0], width, dtype=torch.float32, device=q.device)
+    out = torch.empty(flat.shape[0], width, dtype=torch.float32, device=q.device)
     if sequences == 0 or width == 0:
         return out
     params = _Params(
@@ -192,9 +199,10 @@ def paged_mqa_logits(
         keys=width,
         table_stride=block_table.stride(0),
         page_stride=pages.stride(0),
+        clean=int(clean),
     )
-    if variant.fp4:
-        flat = flat.view(torch.uint8).index_select(-1, _fp4_order(q.device)).view(torch.float8_e4m3fn)
+    if variant.fp4 and not ordered:
+        flat = flat.view(torch.uint8).index_select(-1, fp4_order(q.device)).view(torch.float8_e4m3fn)
     queries_map = tensor_map(flat.flatten(0, 1), (queries * q.shape[2], DIM), 128)
     keys_map = (
         queries_map if variant.fp4 else tensor_map(pages.view(torch.float8_e4m3fn).view(-1, DIM), (PAGE, DIM), 128)

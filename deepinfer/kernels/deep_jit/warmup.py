@@ -19,6 +19,7 @@ MODULES = (
     "deepinfer.kernels.deep_gemm.moe",
     "deepinfer.kernels.deep_gemm.moe_gemm",
     "deepinfer.kernels.deep_gemm.activations",
+    "deepinfer.kernels.deep_gemm.indexer",
     "deepinfer.kernels.deep_gemm.mqa_logits",
     "deepinfer.kernels.deep_select.top_k",
 )
