@@ -18,7 +18,8 @@ struct Params {
 };
 
 extern "C" __global__ void __launch_bounds__(256) quantize_rows(const __grid_constant__ Params p) {
-    let_next_kernel_start();  // it waits for these results itself
+    wait_for_previous_kernel();
+    let_next_kernel_start();  // it waits for these results itself, and sees all that came before
     const int k_blocks = (p.k + 127) / 128, lane = threadIdx.x % 8;
     const long long item = blockIdx.x * 32ll + threadIdx.x / 8;
     const int row = (int)(item / k_blocks), k_block = (int)(item - (long long)row * k_blocks);

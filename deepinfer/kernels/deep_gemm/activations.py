@@ -46,13 +46,16 @@ def _kernel(from_fp8: bool) -> Kernel:
     return Kernel(build(from_fp8))
 
 
-def quantize_rows(x: Tensor, scale_bytes: Tensor | None = None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, scale_bytes: Tensor | None = None, rows: Tensor | None = None, starts_early: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rows of x as E4M3 [M, K] with float32 scales [M, ceil(K / 128)] (M contiguous), on the GPU.
 
     x is BF16 [N, K], quantised as an FP8 linear does it (one power of two for 32 values; spec: model, section 3), or
     E4M3 [N, K] with its UE8M0 `scale_bytes` [N, K / 32]. Four scales become one, their largest: exact but for values
     that become subnormal. `rows` int32 [M] names the row of x for each row of the result; without it, all in order.
-    K must be a multiple of 32. Raises ValueError.
+    K must be a multiple of 32. `starts_early`: the kernel before on the stream may let this one start. Raises
+    ValueError.
     """
     from_fp8 = scale_bytes is not None
     n, k = x.shape
@@ -74,7 +77,7 @@ def quantize_rows(x: Tensor, scale_bytes: Tensor | None = None, rows: Tensor | N
         params.rows = rows.data_ptr()
     if scale_bytes is not None:
         params.scale_bytes, params.scale_stride = scale_bytes.data_ptr(), scale_bytes.stride(0)
-    _kernel(from_fp8).launch((-(-m * blocks // ITEMS), 1, 1), (256, 1, 1), params)
+    _kernel(from_fp8).launch((-(-m * blocks // ITEMS), 1, 1), (256, 1, 1), params, starts_early=starts_early)
     return out, out_scales
 
 

@@ -3,7 +3,8 @@
 // The weights are the rows of the tensor cores' product and come from registers, widened there; tokens are its columns, so
 // that few tokens waste little. One warpgroup feeds tiles of 128 columns into a ring with the bulk copy engine, two multiply
 // 128 weight rows each. A tile has 256 weight rows and up to MAX_TOKENS tokens of one expert; blocks are persistent. Scales
-// of the tokens (1 x 128) are applied to the tensor cores' sums, those of the weights' rows at the end.
+// of the tokens (1 x 128) are applied to the tensor cores' sums, those of the weights' rows at the end. With programmatic
+// dependent launch weights are on their way while the kernel before still makes the tokens; it must not make the routing.
 //
 // GATE_UP: rows are 8 of w1 and 8 of w3 in turn; the result is SwiGLU, clamped, times the token's gate, as E4M3 rounded in
 // groups of 32 and scaled 1 x 128. Else the result is BF16.
@@ -109,21 +110,37 @@ DEVICE void feed(const Params& p, const TensorMap* x_map, const TensorMap* scale
                  u32 full, u32 empty) {
     Ring ring;
     const int tiles = starts[p.experts] * p.row_blocks;
+    bool waited = false;
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = tile_of(p, starts, index);
         if (tile.tokens <= 0) continue;
         const int size = product_size(tile.tokens);
         const u8* weights = p.weights + ((long long)tile.expert * p.row_blocks + tile.row_block) * p.k_blocks * TILE_BYTES;
-        for (int k = 0; k < p.k_blocks; k++, ring.next()) {
-            barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
-            const u32 arrived = full + ring.stage * 8, target = shared + ring.stage * STAGE_BYTES;
-            barrier_expect(arrived, TILE_BYTES + size * 128 + 512);
-            load_bytes(target + X_BYTES, weights + (long long)k * TILE_BYTES, TILE_BYTES, arrived);
+        auto load_weights = [&](int k, int stage) {
+            barrier_expect(full + stage * 8, TILE_BYTES + size * 128 + 512);
+            load_bytes(shared + stage * STAGE_BYTES + X_BYTES, weights + (long long)k * TILE_BYTES, TILE_BYTES, full + stage * 8);
+        };
+        auto load_tokens = [&](int k, int stage) {
+            const u32 arrived = full + stage * 8, target = shared + stage * STAGE_BYTES;
             for (int row = 0; row < size; row += 16)
                 load_box(target + row * 128, x_map, k * 128, tile.first + row, arrived);
             load_box(target + X_SCALES, scale_map, tile.first & ~3, k, arrived);  // starts at a multiple of 16 bytes
+        };
+        int k = 0;
+        if (!waited) {  // the kernel before makes the tokens: weights need not wait for it
+            const int ahead = min(STAGES, p.k_blocks);
+            for (int i = 0; i < ahead; i++) load_weights(i, i);
+            wait_for_previous_kernel();
+            waited = true;
+            for (; k < ahead; k++, ring.next()) load_tokens(k, k);
+        }
+        for (; k < p.k_blocks; k++, ring.next()) {
+            barrier_wait(empty + ring.stage * 8, ring.parity ^ 1);
+            load_weights(k, ring.stage);
+            load_tokens(k, ring.stage);
         }
     }
+    if (!waited) wait_for_previous_kernel();  // this kernel ends after it
 }
 
 struct Place {
@@ -295,6 +312,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     extern __shared__ __align__(1024) u8 memory[];
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + STAGES * 8;
     int* starts = (int*)(memory + STARTS);
+    let_next_kernel_start();  // as soon as processors are free
     if (threadIdx.x == 256) {
         prefetch_map(&x_map);
         prefetch_map(&scale_map);

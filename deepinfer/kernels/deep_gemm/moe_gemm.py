@@ -56,7 +56,13 @@ def _kernel(gate_up: bool) -> Kernel:
 
 
 def _launch(
-    x: Tensor, x_scales: Tensor, begins: Tensor, counts: Tensor, weights: ExpertWeights, params: _Params
+    x: Tensor,
+    x_scales: Tensor,
+    begins: Tensor,
+    counts: Tensor,
+    weights: ExpertWeights,
+    params: _Params,
+    starts_early: bool,
 ) -> None:
     rows, k = x.shape
     experts, row_blocks, k_blocks = weights.tiles.shape[:3]
@@ -78,6 +84,7 @@ def _launch(
         params,
         tensor_map(x, (16, 128), 128),
         tensor_map(row_scales_layout(x_scales).T, (1, 128), 0),
+        starts_early=starts_early,
     )
 
 
@@ -89,12 +96,14 @@ def grouped_gemm(
     weights: ExpertWeights,
     out: Tensor | None = None,
     out_rows: Tensor | None = None,
+    starts_early: bool = False,
 ) -> Tensor:
     """Rows begins[e] .. begins[e] + counts[e] of x [P, K] times expert e's weights -> the same rows of out BF16 [P, O].
 
     x E4M3, x_scales float32 [P, ceil(K / 128)]; begins and counts int32 [E], nothing is copied to the host. Contiguous
     groups follow one another, masked ones begin at multiples of their room: both are ranges of rows. Rows of no expert
-    are not written. `out_rows` int32 [P] sends row p to out_rows[p] of `out`. Raises ValueError.
+    are not written. `out_rows` int32 [P] sends row p to out_rows[p] of `out`. `starts_early`: the kernel before on the
+    stream makes x and nothing else of the arguments. Raises ValueError.
     """
     if weights.gate_up:
         raise ValueError("weights are those of gate and up: use grouped_gate_up")
@@ -105,7 +114,7 @@ def grouped_gemm(
     if x.shape[0]:
         params = _Params(out=out.data_ptr(), out_stride=out.stride(0) * 2, columns=weights.rows)
         params.out_rows = out_rows.data_ptr() if out_rows is not None else None
-        _launch(x, x_scales, begins, counts, weights, params)
+        _launch(x, x_scales, begins, counts, weights, params, starts_early)
     return out
 
 
@@ -117,6 +126,7 @@ def grouped_gate_up(
     weights: ExpertWeights,
     gates: Tensor,
     limit: float,
+    starts_early: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `grouped_gemm` by [w1 | w3], then gate * silu(min(g, limit)) * clamp(u, -limit, limit), rounded to BF16, then
     to E4M3 with one power-of-two scale for 32 values (spec: model, sections 3 and 6), all in one launch.
@@ -134,5 +144,5 @@ def grouped_gate_up(
     if rows:
         params = _Params(out=out.data_ptr(), out_stride=inner, columns=inner, limit=limit, gates=gates.data_ptr())
         params.out_scales, params.out_scales_stride = out_scales.data_ptr(), out_scales.stride(1)
-        _launch(x, x_scales, begins, counts, weights, params)
+        _launch(x, x_scales, begins, counts, weights, params, starts_early)
     return out, out_scales

@@ -2,6 +2,7 @@
 // token, pair and gate. The order within an expert varies; results of the products do not depend on it.
 
 #include "hopper.cuh"
+#include "tma.cuh"
 
 #define THREADS 1024
 #define MAX_EXPERTS 1024
@@ -10,6 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     moe_route(const int* chosen, const float* gates, int* begins, int* counts, int* tokens, int* pairs, float* sorted_gates,
               int num_pairs, int slots, int experts) {
     __shared__ int count[MAX_EXPERTS], next[MAX_EXPERTS], warp_sums[32];
+    let_next_kernel_start();
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     count[thread] = 0;
     __syncthreads();
