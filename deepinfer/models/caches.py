@@ -122,7 +122,7 @@ class StateCache:
         sizes += [num_history * 8]
         offsets = [0]
         for size in sizes:
-            offsets.append(offsets[-1] + -(-size // 8) * 8)  # every region starts 8-byte aligned
+            offsets.append(offsets[-1] + -(-size // 16) * 16)  # attention on a GPU loads 16 bytes at once
         storage = torch.zeros(num_slots, offsets[-1], dtype=torch.uint8, device=device)
 
         def view(index: int, view_dtype: torch.dtype, *shape: int) -> Tensor:

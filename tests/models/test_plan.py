@@ -25,8 +25,8 @@ def test_published_sizes(flash):
     assert flash.kv_bytes_per_token == 890
     assert flash.kv_bytes_per_block == 113_920
     assert flash.stored_state_bytes_per_sequence == 1_415_040
-    # 40 rings, the pending pair (a, b) of three ratio-2 compressors in FP32, three compressed ids.
-    assert flash.state_bytes_per_sequence == 2_830_080 + 3 * 2 * 2 * 512 * 4 + 3 * 8
+    # 40 rings, 6 pairs (a, b) of three ratio-2 compressors in FP32, 9 compressed ids; regions start at multiples of 16.
+    assert flash.state_bytes_per_sequence == 2_830_080 + 3 * 6 * 2 * 512 * 4 + 80
     assert flash.cache_bytes_per_sequence == 256 * 113_920 + flash.state_bytes_per_sequence
 
 
