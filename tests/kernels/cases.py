@@ -12,7 +12,7 @@ from deepinfer.kernels.ops import RowFormat
 from deepinfer.kernels.reference.quant import quantize_fp4_weight
 
 Case = tuple[Any, ...]  # the arguments of one call
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -205,6 +205,7 @@ def top_k_positions(g: torch.Generator) -> Iterator[Case]:
         yield tied_scores(g, n, width), k
     yield torch.full((2, 9), -INF), 4
     yield torch.tensor([[3e38, 1e-45, -1e-45, -3e38, 0.0, -0.0]]), 3
+    yield torch.tensor([[1.0, NAN, -INF, INF, -NAN, 2.0], [NAN, -NAN, NAN, -INF, NAN, -3e38]]), 4
 
 
 def candidate_blocks(g: torch.Generator) -> Iterator[Case]:
@@ -267,6 +268,16 @@ def moe_experts_fp4(g: torch.Generator) -> Iterator[Case]:
         if x.shape[1] % 32 == 0:
             (p13, s13), (p2, s2) = quantize_fp4_weight(w13), quantize_fp4_weight(w2)
             yield x, chosen, gates, p13.view(torch.uint8), s13, p2.view(torch.uint8), s2, limit, quantize
+
+
+def apply_token_bitmask(g: torch.Generator) -> Iterator[Case]:
+    for n, vocab in ((0, 64), (1, 1), (3, 8192), (2, 129), (5, 1000)):
+        words = (vocab + 31) // 32
+        mask = integers(g, -(2**31), 2**31 - 1, n, words)
+        mask[:1], mask[1:2] = -1, 0
+        yield normal(g, n, vocab), mask
+    yield normal(g, 4, 200)[:, :90], integers(g, -(2**31), 2**31 - 1, 4, 5)[:, :3]
+    yield broken_rows(g, 4, 70), integers(g, -(2**31), 2**31 - 1, 4, 3)
 
 
 def draw_tokens(g: torch.Generator) -> Iterator[Case]:
@@ -418,6 +429,7 @@ def entry_slots(g: torch.Generator) -> Iterator[Case]:
 CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
     f.__name__: f
     for f in (
+        apply_token_bitmask,
         candidate_blocks,
         decode_plan,
         draw_tokens,
@@ -449,6 +461,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
 }
 # Operations whose results are integers, masks or stored formats: every backend agrees exactly.
 EXACT = {
-    "candidate_blocks", "engram_hash", "entry_slots", "load_rows", "mask_to_candidates", "round_fp8",
+    "apply_token_bitmask", "candidate_blocks", "engram_hash", "entry_slots", "load_rows", "mask_to_candidates",
+    "round_fp8",
     "round_trip_rows", "store_rows", "top_k_positions", "window_plan",
 }  # fmt: skip

@@ -128,7 +128,7 @@ def test_experts_at_full_width(n: int, quantize: bool):
     x, gates = normal(g, n, dim).bfloat16(), torch.rand(n, k, generator=g)
     (result,) = run("moe_experts_fp4", (x, chosen, gates, *stored, 10.0, quantize))
     expected = OPERATIONS["moe_experts_fp4"].reference(x.float(), chosen, gates, *stored, 10.0, quantize)
-    assert (result - expected).norm() <= 0.02 * expected.norm()
+    assert (result - expected).norm() <= 0.01 * expected.norm()
     for row in (0, n // 2):  # the same bits as alone
         one = slice(row, row + 1)
         (alone,) = run("moe_experts_fp4", (x[one], chosen[one], gates[one], *stored, 10.0, quantize))

@@ -58,9 +58,10 @@ EXPORT int index_scores(const float *iq, const float *weights, i64 n, i64 heads,
     return failed;
 }
 
-// Unsigned order of floats: a < b exactly when key(a) < key(b); -0 equals 0, -inf is the lowest.
+// Unsigned order of floats: a < b exactly when key(a) < key(b); -0 equals 0, NaN is below -inf.
 INLINE uint32_t order_key(float x) {
     const uint32_t u = as_bits(x + 0.0f);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return 0;
     return u ^ (u >> 31 ? 0xffffffffu : 0x80000000u);
 }
 

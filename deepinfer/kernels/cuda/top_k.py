@@ -20,15 +20,15 @@ from deepinfer.kernels.registry import backend
 
 SEGMENT = 16384  # positions of one program
 LARGEST_K = 4096
-USE_CUDA_CPP = False
+USE_CUDA_CPP = True
 LOWEST = tl.constexpr(0x007FFFFF)  # ordered bits of -inf
 
 
 @triton.jit
 def ordered_bits(x):
-    """uint32 that orders as the floats do; both zeros are equal, NaN is above all."""
+    """uint32 that orders as the floats do; both zeros are equal, NaN is 0, below all."""
     bits = tl.where(x == 0, 0.0, x).to(tl.float32).to(tl.uint32, bitcast=True)
-    bits = tl.where(x != x, 0x7FFFFFFF, bits)
+    bits = tl.where(x != x, 0xFFFFFFFF, bits)
     return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 

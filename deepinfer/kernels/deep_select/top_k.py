@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
 
 logger = logging.getLogger(__name__)
 
-CLUSTER = 8  # blocks of a row, if there are few rows
-SEGMENT, MAX_SEGMENT = 16384, 262144  # values of a block, by the shared memory of its bitmaps
-_SHARED_BYTES = 4 * 4 * 2048 + 8 * 1024 + 8 * 16 + 32  # struct Shared
+THREADS = 256
+CLUSTER = 8  # blocks of a wide row
+NARROW = 8192  # values of a row that one block takes
+CHUNK = 16384  # values of a block that its threads hold
+MOST_CHUNKS = 16
+_SHARED_LIMIT = 227 * 1024
 
 
 class _Params(ctypes.Structure):
@@ -27,38 +31,73 @@ class _Params(ctypes.Structure):
         ("row_stride", ctypes.c_int64),
         ("width", ctypes.c_int),
         ("k", ctypes.c_int),
-        ("segment", ctypes.c_int),
+        ("vector_end", ctypes.c_int),
+        ("chunks", ctypes.c_int),
+        ("list", ctypes.c_int),
+        ("fine", ctypes.c_int),
     ]
 
 
-def build(bf16: bool, aligned: bool, cluster: int) -> Build:
-    defines: dict[str, int | str] = {"BF16": int(bf16), "ALIGNED": int(aligned), "CLUSTER": cluster}
-    return Build("top_k", Path(__file__).parent / "top_k.cu", defines)
+@dataclass(frozen=True)
+class Plan:
+    """How a row is selected: blocks, most chunks of cluster * CHUNK values, candidates that a block may have."""
+
+    cluster: int
+    chunks: int
+    list: int
+    fine: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, as the kernel lays it out."""
+        maxima = THREADS * (8 if self.fine else 1)
+        fixed = 8 * (THREADS // 32) + 4 * self.cluster + 4 * 9
+        pieces = self.chunks * CHUNK // 256
+        return (
+            -(-fixed // 16) * 16
+            + self.cluster * (8 * self.list + 2 * maxima + 4 * pieces)
+            + 4 * self.list
+            + pieces * 64
+        )
+
+
+def plan(width: int, k: int) -> Plan | None:
+    """None for rows that are too wide."""
+    if width <= NARROW:
+        return Plan(1, 1, 1024 if width <= 1024 else NARROW, True)
+    chunks = -(-width // (CLUSTER * CHUNK))
+    chunks = 1 if chunks == 1 else MOST_CHUNKS // 4 if chunks <= MOST_CHUNKS // 4 else MOST_CHUNKS
+    chosen = Plan(CLUSTER, chunks, 512 if k <= 512 else 1024 if k <= 1024 else 2048, k > 1024)
+    return chosen if width <= chunks * CLUSTER * CHUNK and chosen.shared_bytes <= _SHARED_LIMIT else None
+
+
+def build(bf16: bool, cluster: int) -> Build:
+    return Build("top_k", Path(__file__).parent / "top_k.cu", {"BF16": int(bf16), "CLUSTER": cluster})
 
 
 def builds() -> list[Build]:
     """What the engine launches: for `deepinfer kernels warmup`."""
-    flags = (False, True)
-    return [build(bf16, aligned, cluster) for bf16 in flags for aligned in flags for cluster in (1, CLUSTER)]
+    return [build(bf16, cluster) for bf16 in (False, True) for cluster in (1, CLUSTER)]
 
 
 @cache
-def _kernels(bf16: bool, device: int) -> dict[tuple[bool, int, bool], Kernel]:
-    """All variants for a dtype by (aligned, cluster, wide segment), loaded: that cannot happen in a graph's capture.
-
-    Empty if one does not compile.
-    """
+def _kernels(bf16: bool, device: int) -> dict[Plan, Kernel]:
+    """Kernels for a dtype by plan, loaded: that cannot happen in a graph's capture. Empty if one does not compile."""
+    plans = {
+        plan(width, k)
+        for width in (1024, NARROW, *(n * CLUSTER * CHUNK for n in (1, 4, 16)))
+        for k in (512, 1024, 4096)
+    }
+    plans = {chosen for width in widths for k in (512, 1024, 4096) if (chosen := plan(width, k)) is not None}
     kernels = {}
-    for aligned in (True, False):
-        for cluster in (1, CLUSTER):
-            for segment in (SEGMENT, MAX_SEGMENT):
-                kernel = Kernel(build(bf16, aligned, cluster), _SHARED_BYTES + segment // 4)
-                try:
-                    kernel.load()
-                except CompileError as error:
-                    logger.warning("top-k runs in Triton: %s", error)
-                    return {}
-                kernels[aligned, cluster, segment > SEGMENT] = kernel
+    for each in plans:
+        kernel = Kernel(build(bf16, each.cluster), each.shared_bytes)
+        try:
+            kernel.load()
+        except CompileError as error:
+            logger.warning("top-k runs in Triton: %s", error)
+            return {}
+        kernels[each] = kernel
     return kernels
 
 
@@ -67,26 +106,33 @@ def _hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def parameters(scores: Tensor, k: int, row_k: Tensor | None, out: Tensor, chosen: Plan) -> _Params:
+    """Arguments of the kernel."""
+    aligned = scores.data_ptr() % 16 == 0 and scores.stride(0) * scores.element_size() % 16 == 0
+    width = scores.shape[1]
+    return _Params(
+        scores.data_ptr(), out.data_ptr(), None if row_k is None else row_k.data_ptr(), scores.stride(0), width, k,
+        width // 8 * 8 if aligned else 0, max(-(-width // (chosen.cluster * CHUNK)), 1), chosen.list, chosen.fine,
+    )  # fmt: skip
+
+
 def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor | None:
     """Positions int32 [N, k] of the k largest of scores [N, width], ascending, -1 where there are fewer above -inf.
 
-    scores float32 or BF16 with adjacent columns; row_k int64 [N]: so many of each row, at most k. Of equal scores the
-    first are taken. None where the kernel does not run: other cards than Hopper, no compiler, very wide rows.
+    scores float32 or BF16 with adjacent columns; row_k int64 [N]: so many of each row, at most k (k at most 4096). Of
+    equal scores the first are taken; NaN is not. None where the kernel does not run: other cards than Hopper, no
+    compiler, very wide rows.
     """
     n, width = scores.shape
     if not scores.is_cuda or not _hopper(scores.device.index) or scores.dtype not in (torch.float32, torch.bfloat16):
         return None
-    cluster = 1 if width <= 8192 or n >= 512 else CLUSTER
-    segment = -(-width // (32 * cluster)) * 32
-    if segment > MAX_SEGMENT or scores.stride(1) != 1:
+    chosen = plan(width, k)
+    if chosen is None or scores.stride(1) != 1:
         return None
     kernels = _kernels(scores.dtype is torch.bfloat16, scores.device.index)
     if not kernels:
         return None
     out = torch.empty(n, k, dtype=torch.int32, device=scores.device)
     if n:
-        aligned = scores.data_ptr() % 16 == 0 and scores.stride(0) * scores.element_size() % 16 == 0
-        rows = None if row_k is None else row_k.data_ptr()
-        params = _Params(scores.data_ptr(), out.data_ptr(), rows, scores.stride(0), width, k, segment)
-        kernels[aligned, cluster, segment > SEGMENT].launch((cluster, n, 1), (512, 1, 1), params)
+        kernels[chosen].launch((chosen.cluster, n, 1), (THREADS, 1, 1), parameters(scores, k, row_k, out, chosen))
     return out

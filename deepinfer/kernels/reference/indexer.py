@@ -41,8 +41,12 @@ def index_scores(
 
 @operation
 def top_k_positions(scores: Tensor, k: int) -> Tensor:
-    """Positions of the k largest scores above -inf, ascending; ties go to the lowest; int32 [N, k], -1 = unused."""
+    """Positions of the k largest scores above -inf, ascending; ties go to the lowest; int32 [N, k], -1 = unused.
+
+    NaN is never chosen.
+    """
     width = scores.shape[1]
+    scores = scores.masked_fill(scores.isnan(), float("-inf"))
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
     chosen = torch.where(scores.gather(1, order) > float("-inf"), order, width).sort(dim=-1).values
     chosen = F.pad(chosen, (0, k - chosen.shape[1]), value=width)

@@ -1,0 +1,90 @@
+// The parts of Hopper that top_k.cu uses: clusters, their shared memory, pairs of 16-bit numbers.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+#define SHARED_MEMORY(name) extern __shared__ __align__(16) u8 name[]
+
+// The two halves of cluster_sync: another block's shared memory may be written once it has arrived for the first time.
+DEVICE void cluster_arrive() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+DEVICE void cluster_wait() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+DEVICE void cluster_sync() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+
+DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+// The same place in the shared memory of another block of the cluster.
+DEVICE u32 remote(u32 address, u32 rank) {
+#if CLUSTER > 1
+    u32 mapped;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+#else
+    return address;
+#endif
+}
+
+DEVICE uint4 load_remote4(u32 address) {
+    uint4 value;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(address) : "memory");
+    return value;
+}
+
+DEVICE void store_remote(u32 address, u32 value) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
+}
+
+DEVICE void store_remote_half(u32 address, u32 value) {
+    asm volatile("st.shared::cluster.u16 [%0], %1;" :: "r"(address), "h"(static_cast<u16>(value)) : "memory");
+}
+
+DEVICE void store_remote2(u32 address, u32 first, u32 second) {
+    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" :: "r"(address), "r"(first), "r"(second) : "memory");
+}
+
+// 0 - x of two BF16 numbers: both zeros give +0, every NaN 0x7FFF.
+DEVICE u32 negated_bf16(u32 pair) {
+    u32 result;
+    asm volatile("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(0u), "r"(pair));
+    return result;
+}
+
+// The same of a float32 number's bits; every NaN becomes 0x7FFFFFFF.
+DEVICE u32 negated_float(u32 bits) {
+    float result;
+    asm volatile("sub.rn.f32 %0, 0f00000000, %1;" : "=f"(result) : "f"(__uint_as_float(bits)));
+    return __float_as_uint(result);
+}
+
+// 0xFFFF for a negative half, else 0.
+DEVICE u32 signs(u32 pair) {
+    u32 result;
+    asm("prmt.b32 %0, %1, %1, 0xBB99;" : "=r"(result) : "r"(pair));
+    return result;
+}

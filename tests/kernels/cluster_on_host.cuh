@@ -1,0 +1,168 @@
+// deep_select's cluster.cuh on a CPU: the threads of a cluster are fibers that take turns at barriers and warp functions.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <ucontext.h>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct Index { int x, y; };
+using std::max;
+using std::min;
+static u32 min(u32 a, int b) { return std::min(a, (u32)b); }
+static u32 max(u32 a, int b) { return std::max(a, (u32)b); }
+
+#define DEVICE inline
+#define __restrict__
+#define KERNEL(threads, blocks) static void
+#define CLUSTER_DIMS
+#define SHARED_MEMORY(name) u8* name = fibers[current].block->memory.data()
+
+struct Barrier {
+    int size = 0, arrived = 0;
+    u32 generation = 0;
+};
+struct Block { std::vector<u8> memory; Barrier barrier; };
+struct Warp { Barrier barrier; u64 slots[32]; };
+struct Fiber {
+    ucontext_t context;
+    std::vector<u8> stack;
+    Block* block;
+    Warp* warp;
+    int thread, rank;
+    bool done = false;
+    u32 arrived_generation = 0;
+    Barrier* awaited = nullptr;  // not worth a switch before its generation changes
+    u32 awaited_generation = 0;
+};
+static std::vector<Fiber> fibers;
+static std::vector<Block> blocks;
+static std::vector<Warp> warps;
+static Barrier cluster_barrier;
+static int current;
+static ucontext_t scheduler;
+static Index threadIdx, blockIdx;
+
+static void yield() { swapcontext(&fibers[current].context, &scheduler); }
+
+static u32 arrive(Barrier& barrier) {
+    u32 generation = barrier.generation;
+    if (++barrier.arrived == barrier.size) barrier.arrived = 0, barrier.generation++;
+    return generation;
+}
+static void wait(Barrier& barrier, u32 generation) {
+    if (barrier.generation != generation) return;
+    fibers[current].awaited = &barrier, fibers[current].awaited_generation = generation;
+    yield();
+    fibers[current].awaited = nullptr;
+}
+static void sync(Barrier& barrier) { wait(barrier, arrive(barrier)); }
+static void __syncthreads() { sync(fibers[current].block->barrier); }
+static void cluster_sync() { CLUSTER > 1 ? sync(cluster_barrier) : __syncthreads(); }
+static void cluster_arrive() { fibers[current].arrived_generation = arrive(cluster_barrier); }
+static void cluster_wait() { wait(cluster_barrier, fibers[current].arrived_generation); }
+
+// Every lane gives a value and sees those of all.
+template <class F>
+static auto exchange(u64 value, F&& combine) {
+    Warp& warp = *fibers[current].warp;
+    warp.slots[threadIdx.x % 32] = value;
+    sync(warp.barrier);
+    auto result = combine(warp.slots);
+    sync(warp.barrier);
+    return result;
+}
+static u64 __shfl_up_sync(u32, u64 value, int step) {
+    int lane = threadIdx.x % 32;
+    return exchange(value, [=](u64* all) { return all[lane >= step ? lane - step : lane]; });
+}
+static u32 __reduce_add_sync(u32, u32 value) {
+    return exchange(value, [](u64* all) { u32 sum = 0; for (int i = 0; i < 32; i++) sum += all[i]; return sum; });
+}
+static u32 __reduce_max_sync(u32, u32 value) {
+    return exchange(value, [](u64* all) { return (u32)*std::max_element(all, all + 32); });
+}
+static u32 __reduce_min_sync(u32, u32 value) {
+    return exchange(value, [](u64* all) { return (u32)*std::min_element(all, all + 32); });
+}
+static u32 __match_any_sync(u32, u32 value) {
+    return exchange(value, [=](u64* all) { u32 m = 0; for (int i = 0; i < 32; i++) m |= (all[i] == value) << i; return m; });
+}
+
+static u32 atomicAdd(u32* at, u32 value) { u32 old = *at; *at += value; return old; }
+static u32 atomicOr(u32* at, u32 value) { u32 old = *at; *at |= value; return old; }
+static int __popc(u32 x) { return __builtin_popcount(x); }
+static int __ffs(u32 x) { return __builtin_ffs(x); }
+static u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
+static u32 __vminu2(u32 a, u32 b) { return min(a & 0xFFFF, b & 0xFFFF) | min(a >> 16, b >> 16) << 16; }
+
+// An address in shared memory: its offset, in the upper bits the block's rank.
+static u32 shared_address(const void* pointer) {
+    Fiber& fiber = fibers[current];
+    return (u32)((const u8*)pointer - fiber.block->memory.data()) | (u32)fiber.rank << 24;
+}
+static u32 remote(u32 address, u32 rank) { return (address & 0xFFFFFF) | rank << 24; }
+static u8* place(u32 address) { return &blocks[address >> 24].memory.at(address & 0xFFFFFF); }
+static uint4 load_remote4(u32 address) { uint4 v; memcpy(&v, place(address), 16); return v; }
+static void store_remote(u32 address, u32 value) { memcpy(place(address), &value, 4); }
+static void store_remote_half(u32 address, u32 value) { memcpy(place(address), &value, 2); }
+static void store_remote2(u32 address, u32 a, u32 b) { store_remote(address, a), store_remote(address + 4, b); }
+
+static u32 negated_half(u32 x) { return (x & 0x7FFF) > 0x7F80 ? 0x7FFF : (x & 0x7FFF) == 0 ? 0 : x ^ 0x8000; }
+static u32 negated_bf16(u32 pair) { return negated_half(pair & 0xFFFF) | negated_half(pair >> 16) << 16; }
+static u32 negated_float(u32 x) {
+    u32 size = x & 0x7FFFFFFF;
+    return size > 0x7F800000 ? 0x7FFFFFFF : size == 0 ? 0 : x ^ 0x80000000;
+}
+static u32 signs(u32 pair) { return (pair & 0x8000 ? 0xFFFF : 0) | (pair & 0x80000000 ? 0xFFFF0000 : 0); }
+
+static std::function<void()> body;
+static void enter() {
+    body();
+    fibers[current].done = true;
+    yield();
+}
+
+// Runs `kernel` as one cluster of `ranks` blocks after the other.
+static void run(int ranks, int rows, int threads, int shared_bytes, const std::function<void()>& kernel) {
+    body = kernel;
+    for (int row = 0; row < rows; row++) {
+        fibers = std::vector<Fiber>(ranks * threads);
+        blocks = std::vector<Block>(ranks);
+        warps = std::vector<Warp>(ranks * threads / 32);
+        cluster_barrier = {ranks * threads};
+        for (auto& block : blocks) block.memory.assign(shared_bytes, 0xA5), block.barrier = {threads};
+        for (auto& warp : warps) warp.barrier = {32};
+        for (int i = 0; i < ranks * threads; i++) {
+            Fiber& fiber = fibers[i];
+            fiber.stack.resize(32768);
+            fiber.block = &blocks[i / threads], fiber.warp = &warps[i / 32];
+            fiber.thread = i % threads, fiber.rank = i / threads;
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack.data();
+            fiber.context.uc_stack.ss_size = fiber.stack.size();
+            fiber.context.uc_link = nullptr;
+            makecontext(&fiber.context, enter, 0);
+        }
+        bool alive = true;
+        while (alive) {
+            alive = false;
+            for (current = 0; current < (int)fibers.size(); current++) {
+                Fiber& fiber = fibers[current];
+                if (fiber.done) continue;
+                alive = true;
+                if (fiber.awaited && fiber.awaited->generation == fiber.awaited_generation) continue;
+                threadIdx = {fiber.thread, 0}, blockIdx = {fiber.rank, row};
+                swapcontext(&scheduler, &fiber.context);
+            }
+        }
+    }
+}
