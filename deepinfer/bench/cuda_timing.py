@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -28,6 +29,18 @@ def time_us(runs: Sequence[Run], repeats: int = 15) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(runs))
     return statistics.median(times[3:])
+
+
+def copy_us(size: int, sets: int) -> float:
+    """Median microseconds of a copy that reads and writes `size` bytes in all, over `sets` pairs of buffers."""
+    pairs = [
+        (
+            torch.randint(0, 256, (size // 2,), dtype=torch.uint8, device="cuda"),
+            torch.empty(size // 2, dtype=torch.uint8, device="cuda"),
+        )
+        for _ in range(sets)
+    ]
+    return time_us([partial(target.copy_, source) for source, target in pairs])
 
 
 def copy_bandwidth() -> float:
