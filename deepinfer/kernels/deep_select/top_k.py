@@ -83,11 +83,7 @@ def builds() -> list[Build]:
 @cache
 def _kernels(bf16: bool, device: int) -> dict[Plan, Kernel]:
     """Kernels for a dtype by plan, loaded: that cannot happen in a graph's capture. Empty if one does not compile."""
-    plans = {
-        plan(width, k)
-        for width in (1024, NARROW, *(n * CLUSTER * CHUNK for n in (1, 4, 16)))
-        for k in (512, 1024, 4096)
-    }
+    widths = (1024, NARROW, *(chunks * CLUSTER * CHUNK for chunks in (1, MOST_CHUNKS // 4, MOST_CHUNKS)))
     plans = {chosen for width in widths for k in (512, 1024, 4096) if (chosen := plan(width, k)) is not None}
     kernels = {}
     for each in plans:
