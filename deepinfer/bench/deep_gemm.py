@@ -1,6 +1,6 @@
 """FP8 matrix products on one Hopper GPU: dense, grouped with MXFP4 experts, indexer logits; beside DeepGEMM.
 
-python -m deepinfer.bench.deep_gemm [--save FOLDER] [--only dense,grouped,logits]
+python -m deepinfer.bench.deep_gemm [--save FOLDER] [--only dense,linears,grouped,experts,logits,engine]
 
 DeepGEMM (package tokenspeed-deepgemm) is measured where it can be imported. Medians of CUDA graph replays on random
 data, several input sets where one would stay in L2, clocks left alone.
@@ -18,10 +18,16 @@ import torch
 from torch import Tensor
 
 from deepinfer.bench.cuda_timing import copy_bandwidth, time_us
+from deepinfer.bench.decode import measure_batch
 from deepinfer.bench.results import RESULTS_DIR, Record, measured, save
+from deepinfer.bench.synthetic import benchmark_engine, synthetic_config, synthetic_model
+from deepinfer.config.engine import EngineConfig
+from deepinfer.kernels import ops
 from deepinfer.kernels.deep_gemm.activations import quantize_rows
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
 from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm, row_scales_layout
+from deepinfer.kernels.deep_gemm.linear import Fp8Weight, fp8_linear
+from deepinfer.kernels.deep_gemm.moe import routed_experts
 from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gate_up, grouped_gemm
 from deepinfer.kernels.deep_gemm.mqa_logits import PAGE, PAGE_BYTES, mqa_logits, paged_mqa_logits
 
@@ -84,6 +90,20 @@ def record(name: str, unit: str, value: float, baseline: tuple[str, float | None
     )
 
 
+def faster(name: str, us: float, baseline: tuple[str, float]) -> Record:
+    """A time beside another's; the smaller the better."""
+    return measured(
+        name,
+        part=PART,
+        unit="us",
+        value=us,
+        higher_is_better=False,
+        command=COMMAND,
+        baseline_name=baseline[0],
+        baseline_value=baseline[1],
+    )
+
+
 # ------------------------------------------------------------------ dense
 
 
@@ -112,6 +132,26 @@ def dense() -> Iterator[Record]:
         row_wise_us = baseline_us(row_wise)
         baseline = ("torch._scaled_mm, row-wise scales", row_wise_us and flops / row_wise_us)
         yield record(f"{name}, beside one scale a row", "TFLOP/s", rate, baseline, None)
+
+
+def linears() -> Iterator[Record]:
+    """V4.1-Flash's FP8 linears as decode steps call them, rounding of the activations included, beside BF16 ones."""
+    for name, n, k in (
+        ("wq_a and wkv", 1792, 5120),
+        ("wq_b", 32768, 1280),
+        ("wo_b", 5120, 8192),
+        ("shared experts' w1 and w3", 4608, 5120),
+        ("shared experts' w2", 5120, 2304),
+    ):
+        sets = max(1, 250_000_000 // (n * k))
+        weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+        fp8 = [Fp8Weight.of(weight) for weight in weights]
+        for rows in (1, 16, 64):
+            x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+            us = time_us([partial(fp8_linear, x, weight) for weight in fp8])
+            bf16_us = time_us([partial(torch.nn.functional.linear, x, weight) for weight in weights])
+            title = f"FP8 linear of few rows, {name}, {rows} x {n} x {k}"
+            yield faster(title, us, ("BF16 linear of PyTorch", bf16_us))
 
 
 # ------------------------------------------------------------------ grouped
@@ -207,6 +247,25 @@ def grouped_baselines(
     return found
 
 
+def experts() -> Iterator[Record]:
+    """The whole routed experts of a layer, routing to sum over the slots, beside the Triton kernels."""
+    for count in (64, EXPERTS):
+        stored = []
+        for rows, columns in ((2 * INNER, DIM), (DIM, INNER)):
+            stored.append(torch.randint(0, 256, (count, rows, columns // 2), dtype=torch.uint8, device="cuda"))
+            stored.append(torch.full((count, rows, columns // 32), 118, dtype=torch.uint8, device="cuda"))
+        arranged = arrange(*stored[:2], gate_up=True), arrange(*stored[2:])
+        for tokens in (1, 16, 64, 128, 4096):
+            x = torch.randn(tokens, DIM, device="cuda", dtype=torch.bfloat16)
+            chosen = torch.rand(tokens, count, device="cuda").topk(ACTIVE).indices.int()
+            gates = torch.rand(tokens, ACTIVE, device="cuda")
+            us = time_us([partial(routed_experts, x, chosen, gates, *arranged, 10.0)])
+            triton_us = time_us([partial(ops.moe_experts_fp4, x, chosen, gates, *stored, 10.0, True)])
+            title = f"routed experts, {count} experts of 5120 x 2304, 6 a token, {tokens} tokens"
+            yield faster(title, us, ("Triton kernels", triton_us))
+        del stored, arranged
+
+
 # ------------------------------------------------------------------ logits
 
 
@@ -255,7 +314,41 @@ def logits(context: int = 32768) -> Iterator[Record]:
         yield record(f"{name}, bandwidth", "TB/s", moved / us / 1e6, baseline, None)
 
 
-SECTIONS: dict[str, Callable[[], Iterator[Record]]] = {"dense": dense, "grouped": grouped, "logits": logits}
+# ------------------------------------------------------------------ engine
+
+
+def engine() -> Iterator[Record]:
+    """Prefill and decode of V4.1-Flash's layers with these kernels, and without: Triton experts, BF16 linears."""
+    layers, experts_of_layer, batch, prompt_len = 8, 64, 64, 1024
+    speeds = {}
+    for with_kernels in (True, False):
+        config = synthetic_config("v41", layers, experts_of_layer)
+        model = synthetic_model(config, torch.bfloat16, "cuda", quantize_activations=with_kernels)
+        options = EngineConfig(
+            device="cuda", max_num_seqs=batch, max_model_len=2048, watermark=0.0, cudagraph_batch_size_interval=batch
+        )
+        engine = benchmark_engine(model, options)
+        measure_batch(engine, batch, prompt_len, 5, seed=0)  # warms up
+        speeds[with_kernels] = measure_batch(engine, batch, prompt_len, 64, seed=1)
+        del model, engine
+        torch.cuda.empty_cache()
+    for phase in ("prefill", "decode"):
+        ours, plain = (getattr(speeds[with_kernels], phase) for with_kernels in (True, False))
+        title = (
+            f"{phase} of {batch} sequences of {prompt_len} tokens, V4.1-Flash, {layers} layers of {experts_of_layer}"
+        )
+        baseline = ("Triton experts, BF16 linears", plain)
+        yield record(f"{title} experts", "tok/s", ours, baseline, None)
+
+
+SECTIONS: dict[str, Callable[[], Iterator[Record]]] = {
+    "dense": dense,
+    "linears": linears,
+    "grouped": grouped,
+    "experts": experts,
+    "logits": logits,
+    "engine": engine,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
