@@ -254,7 +254,7 @@ def experts() -> Iterator[Record]:
         for rows, columns in ((2 * INNER, DIM), (DIM, INNER)):
             stored.append(torch.randint(0, 256, (count, rows, columns // 2), dtype=torch.uint8, device="cuda"))
             stored.append(torch.full((count, rows, columns // 32), 118, dtype=torch.uint8, device="cuda"))
-        arranged = arrange(*stored[:2], gate_up=True), arrange(*stored[2:])
+        arranged = arrange(stored[0], stored[1], gate_up=True), arrange(stored[2], stored[3])
         for tokens in (1, 16, 64, 128, 4096):
             x = torch.randn(tokens, DIM, device="cuda", dtype=torch.bfloat16)
             chosen = torch.rand(tokens, count, device="cuda").topk(ACTIVE).indices.int()
