@@ -87,6 +87,11 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         1000,
         "steps between garbage collections of a busy engine; 0 leaves Python's collector as it is",
     ),
+    "DEEPINFER_GRAMMAR_BACKEND": (
+        _choice("llguidance", "xgrammar"),
+        "llguidance",
+        "library that compiles the grammars of structured output",
+    ),
     "DEEPINFER_KERNELS": (
         _choice("auto", "reference", "triton"),
         "auto",

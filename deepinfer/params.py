@@ -1,11 +1,12 @@
 """Sampling parameters of one request, validated when they are made."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer.errors import shown
+from deepinfer.structured.constraint import Constraint
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -51,6 +52,8 @@ class SamplingParams:
         priority: lower goes first, in the queue and when the cache runs short; a level is worth a minute of waiting.
         deadline_seconds: end the request with reason "abort" (stop reason "deadline") this long after its arrival,
             with the tokens that it has by then; None: it may take as long as it takes.
+        so_args: structured output, {"schema_type": ..., "schema": ...}: a format that the output cannot violate (see
+            structured.constraint.Constraint and docs/structured_output.md). The output ends with its structure.
 
     Raises:
         ValueError: naming the field and the allowed values.
@@ -78,6 +81,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     priority: int = 0
     deadline_seconds: float | None = None
+    so_args: Mapping[str, Any] | None = None
 
     # Derived once, because the sampler asks at every step.
     is_greedy: bool = field(init=False, repr=False, compare=False)
@@ -122,6 +126,12 @@ class SamplingParams:
         _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.deadline_seconds is not None:
             _check_float("deadline_seconds", self.deadline_seconds, 0.0, low_open=True)
+        if self.so_args is not None:
+            self._normalise("so_args", Constraint.from_so_args(self.so_args).so_args())
+            if self.golden_token_ids is not None:
+                raise ValueError("golden_token_ids cannot be combined with so_args: both say what the tokens are")
+            if self.ignore_eos:
+                raise ValueError("ignore_eos cannot be combined with so_args: a structure has an end")
         self._normalise("is_greedy", self.temperature == 0 or self.golden_token_ids is not None)
         has_penalties = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
         self._normalise("has_penalties", has_penalties)
@@ -133,13 +143,15 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if a token id named by these parameters is outside [0, vocab_size)."""
-        named = {
+        named: dict[str, Iterable[int]] = {
             "stop_token_ids": self.stop_token_ids,
             "golden_token_ids": self.golden_token_ids or (),
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_words_token_ids": [token_id for word in self.bad_words_token_ids for token_id in word],
         }
+        if self.so_args is not None:
+            named |= Constraint.from_so_args(self.so_args).token_ids
         for name, token_ids in named.items():
             for token_id in token_ids:
                 if token_id >= vocab_size:

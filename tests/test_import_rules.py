@@ -12,17 +12,18 @@ PACKAGE = ROOT / "deepinfer"
 
 # What each part may import of deepinfer besides itself.  A new package must be added here.
 SHARED = {"errors", "envs", "params", "outputs", "config", "terminal"}
-HOST = SHARED | {"engine", "models", "kernels", "sampling", "observability"}
+HOST = SHARED | {"engine", "models", "kernels", "sampling", "structured", "observability"}
 ALLOWED = {
     "errors": set(),
     "envs": {"errors"},
     "terminal": set(),
-    "params": {"errors"},
+    "params": {"errors", "structured"},
+    "structured": {"errors", "envs", "checkpoint_tokenizer"},
     "outputs": set(),
     "config": {"errors", "envs"},
     "kernels": {"errors", "envs", "config", "terminal"},
     "models": SHARED | {"kernels"},
-    "sampling": SHARED | {"kernels"},
+    "sampling": SHARED | {"kernels", "structured"},
     "observability": SHARED,
     "engine": HOST,
     "recipe": set(),

@@ -12,8 +12,10 @@ once. Sampling N+1 is launched with all tokens up to N known: penalties and mask
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +40,8 @@ from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.random import completion_seed
 from deepinfer.sampling.sampler import SamplerOutput, launch_sample
 from deepinfer.sampling.transfer import upload
+from deepinfer.structured.compiler import GrammarCompiler
+from deepinfer.structured.matcher import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -91,21 +95,37 @@ class Engine:
         part_times = getattr(runner, "part_times", dict)
         self.observer = Observer(config.device, getattr(runner, "flops", None), gc_factor, part_times)
         self._observing = True
+        self.grammars: GrammarCompiler | None = None  # whoever knows the vocabulary sets it
         self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")
 
     def validate(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> None:
         """Raise ValueError naming the field if the request can never run. Changes nothing; any thread may call it."""
         check_request(prompt_token_ids, params, self.max_model_len, self.runner.vocab_size, self.eos_token_ids)
+        if params.so_args is not None and self.grammars is None:
+            raise ValueError("so_args needs a tokenizer, this model has none")
+
+    def compile(self, so_args: Mapping[str, Any]) -> Future[Grammar]:
+        """The grammar of structured output, for a caller that must not wait for it in `add_request`.
+
+        Any thread may call it. It, or the future, raises ValueError naming the field.
+        """
+        if self.grammars is None:
+            raise ValueError("so_args needs a tokenizer, this model has none")
+        return self.grammars.compile(so_args)
 
     def add_request(
         self, request_id: str, prompt_token_ids: SequenceOf[int], sampling_params: SamplingParams | None = None
     ) -> None:
-        """Queue a request. Raises ValueError naming the field if it is invalid or its id is in use."""
+        """Queue a request. Raises ValueError naming the field if it is invalid or its id is in use.
+
+        Waits for the grammar of structured output, unless `compile` has it ready.
+        """
         params = sampling_params or SamplingParams()
         self.validate(prompt_token_ids, params)
         self._check_new(request_id)
         if self.config.kind == "decode":
             raise ValueError("kind must not be decode: such an engine goes on with the sequences of a prefill engine")
+        grammar = None if params.so_args is None else self.compile(params.so_args).result()
         seed = int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed
         metrics = RequestMetrics(arrival_time=time.monotonic())
         request = Request(request_id, list(prompt_token_ids), metrics)
@@ -113,7 +133,7 @@ class Engine:
         for index in range(params.n):
             seq = Sequence(
                 request_id, index, self._num_arrived, prompt_token_ids, params, completion_seed(seed, index), metrics,
-                self.max_model_len, spans,
+                self.max_model_len, spans, None if grammar is None else grammar.matcher(),
             )  # fmt: skip
             self._num_arrived += 1
             request.sequences.append(seq)
@@ -154,7 +174,7 @@ class Engine:
         prompt = taken.token_ids[: taken.num_prompt_tokens]
         seq = Sequence(
             request_id, taken.index, self._num_arrived, prompt, taken.params, taken.seed, taken.metrics,
-            self.max_model_len, taken.image_spans,
+            self.max_model_len, taken.image_spans, taken.constraint,
         )  # fmt: skip
         seq.token_ids = taken.token_ids[:]
         if not self.scheduler.add_prefilled(seq):
@@ -364,7 +384,20 @@ class Engine:
                 if self.requests[request_id].finished:
                     self._forget(request_id, now)
                     news[request_id].finished = True
-        return [*news.values(), *self._fail(invalid, "the model returned logits that are not finite")]
+        return [*news.values(), *self._fail_invalid(invalid)]
+
+    def _fail_invalid(self, sequences: list[Sequence]) -> list[RequestOutput]:
+        """Rows without a finite largest logit: the model's fault, or nothing was left that all settings allow."""
+        outputs: list[RequestOutput] = []
+        for seq in sequences:
+            if seq.finish_reason is not None:
+                continue  # with another sequence of its request
+            reason = "the model returned logits that are not finite"
+            if seq.constraint is not None:
+                none_left = "structured output: no token is left that the grammar and the other settings allow"
+                reason = seq.constraint.failed or none_left
+            outputs += self._fail([seq], reason)
+        return outputs
 
     def _failed_step(self, sequences: list[Sequence], error: Exception) -> list[RequestOutput]:
         logger.error("a step of %d sequences failed", len(sequences), exc_info=error)

@@ -9,6 +9,7 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.model_path import PACKAGED_MODELS, resolve_model
 from deepinfer.engine.runner import ModelRunner
+from deepinfer.structured.loading import grammar_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -41,5 +42,8 @@ def load_engine(model: str | Path, config: EngineConfig | None = None) -> Engine
     check_device(config.device)
     if config.device == "cpu" and torch.cuda.is_available():
         logger.warning("running on the CPU although there is a GPU; device cuda (--device cuda) uses it")
-    runner = ModelRunner.from_checkpoint(resolve_model(model), config)
-    return Engine(runner, config, runner.eos_token_ids)
+    path = resolve_model(model)
+    runner = ModelRunner.from_checkpoint(path, config)
+    engine = Engine(runner, config, runner.eos_token_ids)
+    engine.grammars = grammar_compiler(path, runner.vocab_size, runner.eos_token_ids)
+    return engine

@@ -10,6 +10,7 @@ from deepinfer.engine.order import queue_order
 from deepinfer.engine.state_slots import NULL_SLOT
 from deepinfer.outputs import FinishReason, RequestMetrics
 from deepinfer.params import SamplingParams
+from deepinfer.structured.matcher import Matcher
 
 
 class Sequence:
@@ -20,14 +21,17 @@ class Sequence:
     `num_pending` tokens (0 or 1) were sampled on the device after those in `token_ids` and have not been read yet;
     counts that matter to the next step (`num_tokens`) include them.
     While it is swapped out, `host_blocks` (int32) are the rows of the host pool that hold its cache (swap.py).
+    `constraint` is the grammar that the output obeys.
     `order` is its place in the waiting queue (order.py); `image_spans` are the prompt's images, which no chunk cuts.
     """
 
     __slots__ = (
         "request_id", "index", "arrival", "order", "params", "seed", "metrics", "num_prompt_tokens", "max_num_tokens",
         "token_ids", "image_spans", "block_table", "host_blocks", "state_slot", "num_computed", "num_pending",
-        "finish_reason", "stop_reason",
+        "finish_reason", "stop_reason", "constraint",
     )  # fmt: skip
+
+    drafts: SequenceOf[int] = ()  # those that a step verifies have rows of their own
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class Sequence:
         metrics: RequestMetrics,
         max_model_len: int = sys.maxsize,
         image_spans: SequenceOf[tuple[int, int]] = (),
+        constraint: Matcher | None = None,
     ):
         self.request_id = request_id
         self.index = index
@@ -63,6 +68,7 @@ class Sequence:
         self.num_pending = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
+        self.constraint = constraint
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -84,6 +90,8 @@ class Sequence:
         """Add a generated token, which was pending, and set finish_reason if it ends the sequence."""
         self.token_ids.append(token_id)
         self.num_pending -= 1
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
         params = self.params
         if params.golden_token_ids is None:  # before min_tokens the sampler makes these tokens impossible
             if token_id in params.stop_token_ids:

@@ -14,6 +14,7 @@ from torch import Tensor
 from deepinfer.kernels import ops
 from deepinfer.outputs import TokenLogprob
 from deepinfer.params import SamplingParams
+from deepinfer.sampling.bitmask import token_bitmask
 from deepinfer.sampling.logprobs import LogprobGroup, launch_logprobs, read_logprobs
 from deepinfer.sampling.penalties import edit_logits
 from deepinfer.sampling.transfer import Download, upload
@@ -61,6 +62,9 @@ def launch_sample(
 ) -> LaunchedSample:
     """`sample` in two halves: this one asks the device for the tokens, `read` waits for them."""
     edited = edit_logits(logits, sequences, eos_token_ids)
+    bitmask = token_bitmask(sequences, logits.shape[1])
+    if bitmask is not None:
+        edited = ops.apply_token_bitmask(edited, upload(bitmask, logits.device))
     packed = pack_parameters(sequences, logits.shape[1])
     counts = packed[3]
     most_candidates = int(counts.max(where=counts < logits.shape[1], initial=0))

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 _CODES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 # One letter an argument (pointer, int64, int, float); a leading "!" marks functions that return 1 when out of memory.
 SIGNATURES = {
+    "apply_token_bitmask": "plplllp",
     "linear": "!plplllp",
     "rms_norm": "plpfllp",
     "rope": "pppillllp",

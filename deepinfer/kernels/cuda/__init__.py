@@ -8,6 +8,7 @@ operations can be captured in a CUDA graph.
 from deepinfer.kernels.cuda import (
     attention,
     basic,
+    bitmask,
     cache_rows,
     compressor,
     engram,
@@ -23,6 +24,7 @@ from deepinfer.kernels.cuda import (
 __all__ = [
     "attention",
     "basic",
+    "bitmask",
     "cache_rows",
     "compressor",
     "engram",

@@ -1,0 +1,1 @@
+"""Structured output: grammars that the tokens of a sequence cannot violate."""

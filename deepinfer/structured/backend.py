@@ -1,0 +1,70 @@
+"""The interface of the grammar libraries, and the choice among them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.vocabulary import Vocabulary
+
+BACKENDS = ("llguidance", "xgrammar")
+
+
+class Automaton(Protocol):
+    """Where one sequence is in its grammar. A bit of a mask is a token id, from the lowest bit of word 0 on."""
+
+    def accept(self, token_id: int) -> bool:
+        """Take a token in; False, and nothing changed that matters, if the grammar forbids it."""
+        ...
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        """Write the tokens that may come next into int32 [W]. Raises GrammarError if that cannot be found out."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo so many accepted tokens."""
+        ...
+
+
+class CompiledGrammar(Protocol):
+    def automaton(self) -> Automaton:
+        """A new one, at the beginning."""
+        ...
+
+
+class Backend(Protocol):
+    name: str
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        """Raises ValueError naming the field for what is malformed, cannot be enforced or is too complex."""
+        ...
+
+    def fill_masks(self, automata: Sequence[Any], rows: Sequence[int], bitmask: np.ndarray) -> list[tuple[int, str]]:
+        """`fill_mask` of several, in parallel where possible: automaton i writes row rows[i] of int32 [R, W].
+
+        Returns (i, reason) of those that failed.
+        """
+        ...
+
+
+class GrammarError(Exception):
+    """A grammar that became too complex while it was used."""
+
+
+def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
+    """Raises ValueError for an unknown backend, or one that is not installed."""
+    if name not in BACKENDS:
+        raise ValueError(f"DEEPINFER_GRAMMAR_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"grammar backend {name} is not installed: pip install 'deepinfer[{name}]'")
+    if name == "llguidance":
+        from deepinfer.structured.llguidance_backend import LLGuidanceBackend
+
+        return LLGuidanceBackend(vocabulary)
+    from deepinfer.structured.xgrammar_backend import XGrammarBackend
+
+    return XGrammarBackend(vocabulary)

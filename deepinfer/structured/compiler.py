@@ -1,0 +1,120 @@
+"""Compiling grammars beside the engine: on threads of their own, once for all requests that ask for the same."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from deepinfer.structured.backend import Backend, make_backend
+from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.matcher import Grammar
+from deepinfer.structured.vocabulary import Vocabulary
+
+THREADS = 2
+CACHED_GRAMMARS = 256
+CACHED_BYTES = 16 * 1024 * 1024  # of schemas; what a library makes of them is some hundred times as much at most
+MAX_WAITING = 1024
+_NICENESS = 19  # threads that step come first
+_Key = tuple[str, str]
+
+
+class GrammarCompiler:
+    """Any thread may use it.
+
+    Args:
+        load_vocabulary: called once, when the first grammar is asked for.
+        backend: "llguidance" or "xgrammar".
+        vet: called with a constraint before it is compiled here, raises ValueError if it must not be (sandbox.py).
+    """
+
+    def __init__(
+        self,
+        load_vocabulary: Callable[[], Vocabulary],
+        backend: str = "llguidance",
+        vet: Callable[[Constraint], None] | None = None,
+    ) -> None:
+        self._load_vocabulary, self._backend_name, self._vet = load_vocabulary, backend, vet
+        self._vocabulary: Vocabulary | None = None
+        self._backend: Backend | None = None
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._cache: OrderedDict[_Key, Future[Grammar]] = OrderedDict()
+        self._num_waiting = 0
+        self._pool = ThreadPoolExecutor(THREADS, "deepinfer-grammar", initializer=_step_aside)
+
+    def compile(self, so_args: Mapping[str, Any]) -> Future[Grammar]:
+        """The grammar, once it is there; the future raises ValueError naming the field if there is none.
+
+        Raises ValueError at once for malformed so_args, or if too many grammars wait to be compiled.
+        """
+        constraint = Constraint.from_so_args(so_args)
+        body = replace(constraint, trigger_token_ids=(), bound_token_id=None)
+        key = (body.schema_type, body.schema)
+        with self._lock:
+            future = self._cache.get(key)
+            if future is None:
+                if self._num_waiting >= MAX_WAITING:
+                    raise ValueError("so_args: too many grammars wait to be compiled, ask again later")
+                self._num_waiting += 1
+                future = self._cache[key] = self._pool.submit(self._build, body)
+                future.add_done_callback(lambda done: self._forget_failure(key, done))
+                self._drop_old()
+            self._cache.move_to_end(key)
+        return future if body == constraint else _mapped(future, constraint)
+
+    def _build(self, constraint: Constraint) -> Grammar:
+        if self._vet is not None:
+            self._vet(constraint)
+        with self._loading:
+            if self._backend is None:
+                self._vocabulary = self._load_vocabulary()
+                self._backend = make_backend(self._backend_name, self._vocabulary)
+        assert self._vocabulary is not None
+        return Grammar(constraint, self._backend.compile(constraint), self._backend, self._vocabulary)
+
+    def _forget_failure(self, key: _Key, done: Future[Grammar]) -> None:
+        """Errors are not kept: they may be of a moment (too slow), and their text is the client's."""
+        with self._lock:
+            self._num_waiting -= 1
+            if (done.cancelled() or done.exception() is not None) and self._cache.get(key) is done:
+                del self._cache[key]
+
+    def _drop_old(self) -> None:
+        size = sum(len(schema) for _, schema in self._cache)
+        for key in list(self._cache):
+            if len(self._cache) <= CACHED_GRAMMARS and size <= CACHED_BYTES:
+                break
+            if self._cache[key].done():
+                del self._cache[key]
+                size -= len(key[1])
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _mapped(future: Future[Grammar], constraint: Constraint) -> Future[Grammar]:
+    """The same grammar behind a trigger."""
+    mapped: Future[Grammar] = Future()
+
+    def finish(done: Future[Grammar]) -> None:
+        error = done.exception()
+        if error is not None:
+            mapped.set_exception(error)
+        else:
+            mapped.set_result(done.result().behind(constraint))
+
+    future.add_done_callback(finish)
+    return mapped
+
+
+def _step_aside() -> None:
+    """This thread gets what the others leave; Linux has a niceness for each thread."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    except (AttributeError, OSError):
+        pass

@@ -1,0 +1,248 @@
+"""JSON Schemas before they are compiled: keywords that nothing here enforces are refused, numbers get a bound.
+
+A validator that does not know a keyword ignores it. So would a grammar, and the output would then satisfy only half of
+the schema: whatever is not in the lists below is an error that names the keyword and where it stands.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from deepinfer.errors import shown
+from deepinfer.structured.regex import portable_pattern
+
+MAX_DEPTH = 64  # of schemas within schemas
+MAX_SCHEMAS = 20_000
+
+# Keyword -> what its value holds.
+_ONE, _MANY, _MAP, _PLAIN, _NOTE = "a schema", "schemas", "a map of schemas", "a value", "an annotation"
+_KEYWORDS = {
+    **dict.fromkeys(("additionalProperties", "items", "additionalItems"), _ONE),
+    **dict.fromkeys(("anyOf", "allOf", "oneOf", "prefixItems"), _MANY),
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), _MAP),
+    **dict.fromkeys(
+        ("type", "enum", "const", "required", "$ref", "minLength", "maxLength", "pattern", "format", "minItems",
+         "maxItems", "minProperties", "maxProperties", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+         "multipleOf"), _PLAIN,
+    ),
+    **dict.fromkeys(
+        ("title", "description", "default", "examples", "$comment", "$schema", "deprecated", "readOnly", "writeOnly"),
+        _NOTE,
+    ),
+}  # fmt: skip
+FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+# A model that likes digits would write them for ever; these are the bounds of an unbounded number.
+MAX_INTEGER = 10**18
+MAX_NUMBER = 10**15
+NUMBER_STEP = 1e-9
+
+
+def read_schema(text: str) -> Any:
+    """The JSON Schema, checked. Raises ValueError naming the keyword and its JSON pointer."""
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("so_args.schema is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"so_args.schema must be a JSON Schema, it is not JSON: {error}") from None
+    check_schema(schema)
+    return schema
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def check_schema(schema: Any, path: str = "#") -> None:
+    """Raise ValueError naming the keyword and its JSON pointer for whatever cannot be enforced."""
+    waiting = [(schema, path, 0)]
+    count = 0
+    while waiting:
+        node, where, depth = waiting.pop()
+        count += 1
+        if count > MAX_SCHEMAS:
+            raise ValueError(f"so_args.schema must hold at most {MAX_SCHEMAS} schemas")
+        if isinstance(node, bool):
+            continue
+        if not isinstance(node, dict):
+            raise ValueError(f"so_args.schema: {where} must be an object or a boolean, got {shown(node)}")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"so_args.schema: {where} is nested more than {MAX_DEPTH} deep")
+        for key, value in node.items():
+            at = f"{where}/{_escape(key)}"
+            kind = _NOTE if key == "$id" and depth == 0 else _KEYWORDS.get(key)  # references are local in any case
+            if kind is None:
+                raise ValueError(f"so_args.schema: keyword {shown(key)} at {at} is not supported")
+            if kind == _ONE and key == "items" and isinstance(value, list):
+                kind = _MANY  # prefixItems of the older drafts
+            if kind == _ONE:
+                waiting.append((value, at, depth + 1))
+            elif kind == _MANY:
+                if not isinstance(value, list) or not (value or key in ("items", "prefixItems")):
+                    raise ValueError(f"so_args.schema: {at} must be a non-empty list of schemas, got {shown(value)}")
+                waiting += [(entry, f"{at}/{i}", depth + 1) for i, entry in enumerate(value)]
+            elif kind == _MAP:
+                if not isinstance(value, dict):
+                    raise ValueError(f"so_args.schema: {at} must map names to schemas, got {shown(value)}")
+                waiting += [(entry, f"{at}/{_escape(name)}", depth + 1) for name, entry in value.items()]
+            elif kind == _PLAIN:
+                _check_value(key, value, at)
+
+
+def _check_value(key: str, value: Any, at: str) -> None:
+    def must(allowed: str) -> ValueError:
+        return ValueError(f"so_args.schema: {at} must be {allowed}, got {shown(value)}")
+
+    if key == "type":
+        names = value if isinstance(value, list) else [value]
+        if not names or any(name not in _TYPES for name in names):
+            raise must(f"one or several of {', '.join(_TYPES)}")
+    elif key == "enum":
+        if not isinstance(value, list) or not value:
+            raise must("a non-empty list")
+    elif key == "required":
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise must("a list of names")
+    elif key == "$ref":
+        if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
+            raise must('a reference within the schema ("#/...")')
+    elif key == "format":
+        if value not in FORMATS:
+            raise must(f"one of {', '.join(FORMATS)}")
+    elif key == "pattern":
+        if not isinstance(value, str):
+            raise must("a regular expression")
+    elif _is_count(key):
+        is_count = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
+        if not is_count:
+            raise must("an integer >= 0")
+    elif key != "const" and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise must("a number")
+    elif key == "multipleOf" and value <= 0:
+        raise must("a number > 0")
+
+
+def _is_count(key: str) -> bool:
+    return key.startswith(("minL", "maxL", "minI", "maxI", "minP", "maxP"))
+
+
+def bounded(schema: Any) -> dict[str, Any]:
+    """The schema with bounds where a number has none, so that no number goes on for ever.
+
+    Every value of the result is a value of the schema. Whatever a schema leaves open (`{}`, members that it does not
+    name, items without a schema) becomes a reference to one schema of any value, whose numbers have bounds, too.
+    """
+    if schema is False:
+        raise ValueError("so_args.schema is false: no value satisfies it")
+    result = _bounded(schema)
+    result["$defs"] = {**result.get("$defs", {}), _ANY: _ANY_VALUE}
+    return result
+
+
+_ANY = "deepinfer.any"
+_ANY_REF = {"$ref": f"#/$defs/{_ANY}"}
+_NUMBER_BOUNDS = {"minimum": -MAX_NUMBER, "maximum": MAX_NUMBER, "multipleOf": NUMBER_STEP}
+_ANY_VALUE = {
+    "anyOf": [
+        {"type": "object", "additionalProperties": _ANY_REF},
+        {"type": "array", "items": _ANY_REF},
+        {"type": ["string", "boolean", "null"]},
+        {"type": "number", **_NUMBER_BOUNDS},
+    ]
+}
+
+
+def _bounded(schema: Any, is_merged: bool = False) -> Any:
+    """`is_merged`: the compiler intersects it with its neighbours, which a reference to any value would never end."""
+    if is_merged and schema is True:
+        return True
+    if schema is True or (isinstance(schema, dict) and not any(key in _ENFORCED for key in schema)):
+        defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema} if schema is not True else {}
+        return {**_ANY_REF, **{key: {n: _bounded(s) for n, s in value.items()} for key, value in defs.items()}}
+    if not isinstance(schema, dict):
+        return schema
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        kind = _KEYWORDS.get(key, _NOTE)
+        if kind == _NOTE:
+            continue
+        if kind == _MAP:
+            names = map(portable_pattern, value) if key == "patternProperties" else value
+            out[key] = {name: _bounded(entry, is_merged) for name, entry in zip(names, value.values(), strict=True)}
+        elif kind == _MANY or isinstance(value, list) and kind == _ONE:
+            merges = key == "allOf" or (key in ("anyOf", "oneOf") and len(_ENFORCED & schema.keys()) > 1)
+            out[key] = [_bounded(entry, is_merged or merges) for entry in value]
+        else:
+            out[key] = _bounded(value, is_merged) if kind == _ONE else int(value) if _is_count(key) else value
+    if "pattern" in out:
+        out["pattern"] = portable_pattern(out["pattern"])
+    if not any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")):
+        names = schema.get("type", _TYPES)
+        for name in [names] if isinstance(names, str) else names:
+            if name in _BOUND and not (is_merged and name in ("array", "object")):
+                _BOUND[name](out)
+    return out
+
+
+_ENFORCED = {key for key, kind in _KEYWORDS.items() if kind != _NOTE} - {"$defs", "definitions"}
+
+
+def _bound_integer(schema: dict[str, Any]) -> None:
+    low, high = _limits(schema)
+    if low is None:
+        schema["minimum"] = -MAX_INTEGER if high is None else min(-MAX_INTEGER, _ten_times(high, -1))
+    if high is None:
+        schema["maximum"] = MAX_INTEGER if low is None else max(MAX_INTEGER, _ten_times(low, 1))
+
+
+def _bound_number(schema: dict[str, Any]) -> None:
+    low, high = _limits(schema)
+    if "multipleOf" not in schema and not any(x is not None and 0 < abs(x) < 1e3 * NUMBER_STEP for x in (low, high)):
+        if low is None or high is None or high - low > 1e3 * NUMBER_STEP:
+            schema["multipleOf"] = NUMBER_STEP
+    if low is None:
+        schema["minimum"] = -MAX_NUMBER if high is None else min(-MAX_NUMBER, _ten_times(high, -1))
+    if high is None:
+        schema["maximum"] = MAX_NUMBER if low is None else max(MAX_NUMBER, _ten_times(low, 1))
+
+
+def _bound_array(schema: dict[str, Any]) -> None:
+    rest = "additionalItems" if isinstance(schema.get("items"), list) else "items"
+    schema.setdefault(rest, _ANY_REF)
+
+
+def _bound_object(schema: dict[str, Any]) -> None:
+    schema.setdefault("additionalProperties", _ANY_REF)
+
+
+def _bound_string(schema: dict[str, Any]) -> None:
+    longest = _LONGEST.get(schema.get("format", ""))
+    if longest is not None:
+        schema["maxLength"] = min(longest, schema.get("maxLength", longest))
+
+
+_LONGEST = {"hostname": 253, "email": 64}
+_BOUND = {
+    "integer": _bound_integer,
+    "number": _bound_number,
+    "array": _bound_array,
+    "object": _bound_object,
+    "string": _bound_string,
+}
+
+
+def _limits(schema: dict[str, Any]) -> tuple[float | None, float | None]:
+    lows = [schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema]
+    highs = [schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema]
+    return (max(lows) if lows else None), (min(highs) if highs else None)
+
+
+def _ten_times(value: float, sign: int) -> int:
+    """A whole number beyond `value` in the direction of `sign`."""
+    return sign * 10 * (abs(int(value)) + 1)
+
+
+def _escape(name: str) -> str:
+    return str(name).replace("~", "~0").replace("/", "~1")

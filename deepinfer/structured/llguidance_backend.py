@@ -1,0 +1,111 @@
+"""Grammars by llguidance: a lexer of regex derivatives below an Earley parser, both built as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from deepinfer.structured.backend import Automaton, GrammarError
+from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.lark import to_lark
+from deepinfer.structured.vocabulary import Vocabulary
+
+# Objects of some thousand properties need long rows; a step that needs more than these takes tens of milliseconds.
+_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 20_000,
+    "step_max_items": 100_000,
+    "step_lexer_fuel": 200_000,
+    "max_lexer_states": 100_000,
+    "verbose_errors": False,  # they would tell the log what the output is
+}
+MASK_THREADS = 2
+
+
+class LLGuidanceBackend:
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        wrapper = llguidance.TokenizerWrapper(_Tokenizer(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(
+            wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids) or None
+        )
+        self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._executor = llguidance.LLExecutor(MASK_THREADS)
+        self._num_words = vocabulary.num_words
+
+    def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
+        # Built without the GIL, so that other threads go on.
+        matcher = llguidance.LLMatcher(self._tokenizer, to_lark(constraint), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise ValueError(f"so_args.schema: {_reason(matcher)}")
+        try:
+            row = np.zeros(self._num_words, np.int32)
+            LLGuidanceAutomaton(matcher.deep_copy()).fill_mask(row)
+        except GrammarError as error:
+            raise ValueError(f"so_args.schema: {error}") from None
+        if not row.any():
+            raise ValueError("so_args.schema: no output satisfies it")
+        return LLGuidanceGrammar(matcher)
+
+    def fill_masks(
+        self, automata: Sequence[LLGuidanceAutomaton], rows: Sequence[int], bitmask: np.ndarray
+    ) -> list[tuple[int, str]]:
+        pairs = [(automaton.matcher, row) for automaton, row in zip(automata, rows, strict=True)]
+        num_rows, num_words = bitmask.shape
+        self._executor.unsafe_compute_mask_ptr(pairs, bitmask.ctypes.data, 4 * num_words, num_rows)
+        return [(i, _reason(a.matcher)) for i, a in enumerate(automata) if a.matcher.is_error()]
+
+
+class LLGuidanceGrammar:
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def automaton(self) -> Automaton:
+        return LLGuidanceAutomaton(self._matcher.deep_copy())
+
+
+class LLGuidanceAutomaton:
+    __slots__ = ("matcher",)
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self.matcher = matcher
+
+    def accept(self, token_id: int) -> bool:
+        # try_consume leaves the matcher usable where consume would break it.
+        return self.matcher.try_consume_tokens([token_id]) == 1
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self.matcher.is_error():
+            raise GrammarError(_reason(self.matcher))
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens and not self.matcher.rollback(num_tokens):
+            raise GrammarError(_reason(self.matcher))
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """The first line of what the library says: the others show its state, and the grammar."""
+    text = matcher.get_error().strip()
+    if text.startswith("NoExtension"):
+        return "no output satisfies it"
+    return text.split("\n")[0][:500]
+
+
+class _Tokenizer:
+    """What TokenizerWrapper wants to see."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_token_ids[0] if vocabulary.eos_token_ids else 0
+        padding = [b""] * (vocabulary.size - len(vocabulary.token_bytes))
+        self.tokens = [*vocabulary.token_bytes, *padding]
+        self.special_token_ids = sorted({*vocabulary.control_ids, *vocabulary.eos_token_ids})
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text.decode("utf-8") if isinstance(text, bytes) else text)

@@ -1,0 +1,50 @@
+"""Regular expressions, so that every implementation agrees that a text matches."""
+
+import re
+
+# Beyond ASCII and at line ends, dialects disagree: these are what they have in common.
+_ESCAPES = {
+    r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": r" \t\n\r\f\v",
+    r"\D": r"\P{Nd}", r"\W": r"[^\p{L}\p{M}\p{N}\p{Pc}_]", r"\S": r"[^\s\x{85}\x{FEFF}]",
+}  # fmt: skip
+_DOT = r"[^\n\r\x{2028}\x{2029}]"
+
+
+def portable_pattern(pattern: str) -> str:
+    r"""The pattern with classes (`\d`, `\W`, `.`) that match only what they match in Python, ECMAScript and Rust."""
+    out, in_class = [], False
+    for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
+        if part in _ESCAPES:
+            part = _ESCAPES[part] if in_class else f"[{_ESCAPES[part]}]"
+        elif part == "." and not in_class:
+            part = _DOT
+        elif part in ("[", "]"):
+            in_class = part == "["
+        out.append(part)
+    return "".join(out)
+
+
+def without_anchors(pattern: str) -> str:
+    """A pattern for matching as a whole: anchors at its ends say nothing new."""
+    start = 1 if pattern.startswith("^") else 0
+    end = len(pattern)
+    if pattern.endswith("$") and (end - 1 - len(pattern[:-1].rstrip("\\"))) % 2 == 0:
+        end -= 1
+    inner = pattern[start:end]
+    # "^a|b$" is no anchored alternative, and "a|b" would be a wider one: such a pattern stays as it is.
+    return pattern if inner != pattern and _has_alternatives(inner) else inner
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Whether there is a `|` outside of groups and classes."""
+    depth, in_class = 0, False
+    for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
+        if in_class:
+            in_class = part != "]"
+        elif part == "[":
+            in_class = True
+        elif part in ("(", ")"):
+            depth += 1 if part == "(" else -1
+        elif part == "|" and depth == 0:
+            return True
+    return False
