@@ -10,7 +10,7 @@
 // distributed shared memory in the order of their ranks.
 //
 // Macros: BLOCK_M (64, 128, 256), BLOCK_N, STAGES, CLUSTER (1, 2), SHARE_A (the cluster's blocks have the same rows of A,
-// else of B), K_PARTS (1, 2, 4, 8; with CLUSTER 1), BAND (cluster tiles), B_ROW_SCALES, FEEDER_REGISTERS, MATH_REGISTERS.
+// else of B), K_PARTS (1 to 8; with CLUSTER 1), BAND (cluster tiles), B_ROW_SCALES, FEEDER_REGISTERS, MATH_REGISTERS.
 
 #include "products.cuh"
 #include "tma.cuh"
@@ -163,9 +163,7 @@ DEVICE void add_parts(const float (&sum)[SUMS], const Params& p, u32 shared, int
                      "f"(sum[4 * j + 1]), "f"(sum[4 * j + 2]), "f"(sum[4 * j + 3])
                      : "memory");
     cluster_sync();
-#pragma unroll
-    for (int i = 0; i < SUMS / 4 / K_PARTS; i++) {
-        const int j = rank * (SUMS / 4 / K_PARTS) + i;
+    for (int j = rank; j < SUMS / 4; j += K_PARTS) {
         float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int part = 0; part < K_PARTS; part++) {

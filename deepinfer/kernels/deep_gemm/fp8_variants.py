@@ -18,7 +18,7 @@ THREADS = 384
 class Tile:
     """Rows and columns of a block's tile; `share` is the operand that two blocks of a cluster share ("" for none).
 
-    `k_parts` blocks of a cluster divide the summed columns instead; needs n / 8 (n / 16 if m is 64) divisible by it.
+    `k_parts` blocks of a cluster divide the summed columns instead.
     """
 
     m: int
@@ -63,9 +63,11 @@ TILES = (
     Tile(256, 128, "a"),
     Tile(128, 128, "a"),
     Tile(128, 160, "", k_parts=4),
+    Tile(128, 128, "", k_parts=3),
     Tile(128, 128, "", k_parts=2),
     Tile(128, 64, ""),
     Tile(64, 128, "", k_parts=4),
+    Tile(64, 128, "", k_parts=3),
     Tile(64, 128, "", k_parts=2),
     Tile(64, 64, "", k_parts=4),
     Tile(64, 64, "", k_parts=2),
