@@ -62,7 +62,6 @@ class Tile:
 TILES = (
     Tile(256, 128, "a"),
     Tile(128, 128, "a"),
-    Tile(128, 160, "", k_parts=4),
     Tile(128, 128, "", k_parts=3),
     Tile(128, 128, "", k_parts=2),
     Tile(128, 64, ""),
