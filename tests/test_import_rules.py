@@ -30,9 +30,10 @@ ALLOWED = {
     "checkpoint_tokenizer": {"config", "recipe"},
     "llm": HOST | {"recipe", "checkpoint_tokenizer"},
     "train": SHARED | {"models", "kernels", "recipe", "llm", "params", "bench"},  # answers questions, records results
+    "deepspec": SHARED | {"models", "kernels", "train", "llm"},  # the target answers through llm
     "server": HOST | {"recipe", "checkpoint_tokenizer"},
     "bench": HOST | {"recipe", "llm", "server"},
-    "commands": HOST | {"recipe", "llm", "train", "server", "bench"},
+    "commands": HOST | {"recipe", "llm", "train", "deepspec", "server", "bench"},
     "cli": {"commands", "envs"},
 }
 FORBIDDEN_LIBRARIES = {"recipe": {"torch", "transformers", "fastapi"}, "engine": {"fastapi", "tokenizers"}}

@@ -32,6 +32,7 @@ class StepInfo:
     index_losses: list[Tensor] = field(default_factory=list)
     expert_counts: dict[int, Tensor] = field(default_factory=dict)  # layer -> choices per expert [E]
     balance_losses: list[Tensor] = field(default_factory=list)
+    taps: list[Tensor] = field(default_factory=list)  # [B, T, D] of each of tap_layers, for a draft head
 
 
 @dataclass
@@ -145,6 +146,7 @@ class FastModel:
     """Hidden states of full rows of `length` tokens, and losses.
 
     `quantize_kv` simulates the cache formats; `compiled` is for CUDA, where all calls should have one batch shape.
+    `tap_layers` are those whose input a draft head reads. `flex` False: masked attention, which needs no compiling.
     """
 
     def __init__(
@@ -157,7 +159,10 @@ class FastModel:
         quantize_kv: bool = True,
         compiled: bool = False,
         index_rows: int = 32,
+        tap_layers: tuple[int, ...] = (),
+        flex: bool = True,
     ) -> None:
+        self.tap_layers = tap_layers
         self.config, self.length, self.index_rows = config, length, index_rows
         self.token_map = token_map.to(device, torch.int64)
         self.pad = int(token_map[config.engram_pad_token_id])
@@ -181,7 +186,7 @@ class FastModel:
         self._gate_scores = wrap(gate_scores)
         self._swiglu = wrap(partial(swiglu, limit=config.swiglu_limit))
         self._losses = wrap(token_losses)
-        self._flex = fast_ops.FlexAttend(length, config.sliding_window, device) if device != "cpu" else None
+        self._flex = fast_ops.FlexAttend(length, config.sliding_window, device) if flex and device != "cpu" else None
         self._grouped = fast_ops.GroupedExperts(self._swiglu, wrap) if device != "cpu" else None
         self._whole_selection: dict[tuple[int, int], Tensor] = {}
 
@@ -203,6 +208,8 @@ class FastModel:
                 rows_found = fast_ops.lookup(w[f"{name}.engram.embed.weight"], ids).flatten(-2)
                 kv = F.linear(rows_found, w[f"{name}.engram.wkv.weight"])
                 h = self._engram_gate(h, kv, w[f"{name}.engram.q_weight"], w[f"{name}.engram.k_weight"])
+            if plan.layer_id in self.tap_layers:
+                info.taps.append(h.float().mean(2).to(h.dtype))
             attend = partial(self._attention, w=w, plan=plan, shared=shared, info=info, dense=dense, rows=rows)
             h, p_prev = self._sub_layer(h, p_prev, w, f"{name}.hc_attn", f"{name}.attn_norm", attend)
             experts = partial(self._moe, w=w, layer_id=plan.layer_id, info=info)

@@ -100,7 +100,7 @@ def attend_sdpa(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, scale: floa
     pad = 8  # keeps the head dimension a multiple of 8
     column = (sink.to(q.dtype) / scale).view(1, 1, heads, 1).expand(batch, length, heads, 1)
     q = torch.cat((q, column, q.new_zeros(batch, length, heads, pad - 1)), dim=-1).transpose(1, 2)
-    last = F.one_hot(torch.tensor([dim]), dim + pad).to(keys).expand(batch, 1, -1)
+    last = (torch.arange(dim + pad, device=keys.device) == dim).to(keys.dtype).expand(batch, 1, -1)
     k = torch.cat((F.pad(keys, (0, pad)), last), dim=1).unsqueeze(1).expand(-1, heads, -1, -1)
     v = F.pad(keys, (0, 0, 0, 1)).unsqueeze(1).expand(-1, heads, -1, -1)
     mask = F.pad(mask, (0, 1), value=True).unsqueeze(1)

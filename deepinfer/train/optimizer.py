@@ -56,7 +56,8 @@ class Optimizer:
         groups: list[dict[str, Any]] = []
         for rule in ("embed", "head", "table", "router", "vector"):
             tensors = [masters[k.name] for k in parameters.kinds if k.rule == rule]
-            groups.append({"params": tensors, "peak": getattr(rates, rule)})
+            if tensors:
+                groups.append({"params": tensors, "peak": getattr(rates, rule)})
         on_gpu = next(iter(masters.values())).is_cuda
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=on_gpu)
 

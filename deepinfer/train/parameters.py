@@ -71,7 +71,7 @@ def parameter_kinds(config: ModelConfig) -> list[Kind]:
     return kinds
 
 
-def _residual_base(sub_layer: int, hc: int) -> Tensor:
+def residual_base(sub_layer: int, hc: int) -> Tensor:
     """hc_*_base that starts near an ordinary residual net: read mostly one stream, write all, carry each stream on."""
     pre, post = torch.full((hc,), -1.5), torch.zeros(hc)
     pre[(sub_layer + 1) % hc] = 1.5  # `pre` is used by the next sub-layer
@@ -92,7 +92,7 @@ def initial_masters(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
             masters[kind.name] = torch.zeros(shape)
         elif kind.name.endswith("_base"):
             part = int("ffn" in kind.name)
-            rows = [_residual_base(2 * plan.layer_id + part, config.hc_mult) for plan in config.layers]
+            rows = [residual_base(2 * plan.layer_id + part, config.hc_mult) for plan in config.layers]
             masters[kind.name] = torch.stack(rows)
         else:
             masters[kind.name] = torch.full(shape, 0.1 if kind.name.endswith("_scale") else 1.0)

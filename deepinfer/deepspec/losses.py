@@ -1,0 +1,67 @@
+"""What a draft is trained for: to be accepted, and to know whether it will be (DSpark; spec: field, section 3.5).
+
+A draft token from p_d is accepted under the target p_t with probability sum min(p_d, p_t) = 1 - TV(p_d, p_t). So TV is
+the loss that counts, cross entropy makes its gradient useful at the start, and the confidence learns 1 - TV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Of the three terms, and how fast later positions of a block lose weight: exp(-k / gamma)."""
+
+    cross_entropy: float = 0.1
+    total_variation: float = 0.9
+    confidence: float = 1.0
+    gamma: float = 4.0
+
+
+@dataclass(frozen=True)
+class BlockLosses:
+    """loss is to be minimised; the others are for the log, float32 [B] averaged over the blocks."""
+
+    loss: Tensor  # []
+    acceptance: Tensor  # 1 - TV
+    confidence_error: Tensor  # mean |sigmoid(score) - (1 - TV)|
+    accepted_length: Tensor  # [], bonus included: 1 + sum over k of the product of acceptances up to k
+
+
+def block_losses(
+    draft_logits: Tensor, target_logits: Tensor, scores: Tensor | None, counted: Tensor, weights: LossWeights
+) -> BlockLosses:
+    """Losses of N blocks of B drafts.
+
+    Args:
+        draft_logits: float32 [N, B, V], row k drafts the token that target_logits[:, k] [N, B, V] judges.
+        scores: raw confidences [N, B]; None: the draft has no confidence head.
+        counted: float32 [N, B], 1 where a position of a block counts, 0 from the first that does not.
+    """
+    log_d = torch.log_softmax(draft_logits, dim=-1)
+    with torch.no_grad():
+        p_t = torch.softmax(target_logits, dim=-1)
+    variation = 0.5 * (log_d.exp() - p_t).abs().sum(-1)
+    entropy = -(p_t * log_d).sum(-1)
+    total = weights.cross_entropy * entropy + weights.total_variation * variation
+    acceptance = 1 - variation.detach()
+    error = torch.zeros_like(acceptance)
+    if scores is not None:
+        total = total + weights.confidence * F.binary_cross_entropy_with_logits(scores, acceptance, reduction="none")
+        error = (torch.sigmoid(scores.detach()) - acceptance).abs()
+    steps = torch.arange(counted.shape[1], device=counted.device, dtype=torch.float32)
+    weighted = counted * torch.exp(-steps / weights.gamma)
+    loss = (total * weighted).sum() / weighted.sum().clamp_min(1e-6)
+    blocks = counted.sum(0).clamp_min(1e-6)
+    survival = (acceptance * counted).cumprod(1).sum(1)
+    return BlockLosses(
+        loss,
+        (acceptance * counted).sum(0) / blocks,
+        (error * counted).sum(0) / blocks,
+        1 + (survival * counted[:, 0]).sum() / blocks[0],
+    )

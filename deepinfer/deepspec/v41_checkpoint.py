@@ -1,0 +1,89 @@
+"""A trained V4.1 draft head on disk: the public mtp.* tensors in one file, and a checkpoint that it is attached to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deepinfer.config.model import ModelConfig
+from deepinfer.deepspec.v41_blocks import draft_kinds
+from deepinfer.models.checkpoint_format import parameter_specs, stored_tensors
+from deepinfer.models.draft_head import CALIBRATION_NAME
+from deepinfer.models.loader import INDEX_NAME, is_draft
+from deepinfer.models.reference import Weights
+from deepinfer.models.writer import quantize
+from deepinfer.train.parameters import ROUNDING
+
+HEAD_NAME = "model-draft.safetensors"
+
+
+def with_draft_layers(config: ModelConfig, stages: int) -> ModelConfig:
+    """The same model with `stages` draft layers."""
+    ratios = (*config.compress_ratios[: config.num_hidden_layers], *[0] * stages)
+    return replace(config, num_nextn_predict_layers=stages, compress_ratios=ratios)
+
+
+def head_weights(config: ModelConfig, masters: dict[str, Tensor]) -> Weights:
+    """Float32 mtp.* tensors on the CPU, as a reader of the stored head sees them."""
+    weights: Weights = {}
+    for kind in draft_kinds(config):
+        rounded = ROUNDING[kind.storage](masters[kind.name].detach()).float().cpu()
+        weights.update(zip(kind.names, rounded.unbind(0), strict=True))
+    biases = {f"{name}_vl": value.clone() for name, value in weights.items() if name.endswith("gate.bias")}
+    return {**weights, **biases}
+
+
+def write_head(path: Path, config: ModelConfig, weights: Weights) -> None:
+    """Quantise the mtp.* tensors of `weights` and write them to one safetensors file, replaced as a whole."""
+    stored: dict[str, Tensor] = {}
+    for spec in parameter_specs(config).values():
+        if not is_draft(spec.name):
+            continue
+        tensors = list(stored_tensors(spec))
+        per_unit = 1 if spec.storage in ("bf16", "f32") else 2
+        for start in range(0, len(tensors), per_unit):
+            unit = tensors[start : start + per_unit]
+            whole = weights[spec.name]
+            values, scale = quantize(spec.storage, whole if unit[0].expert is None else whole[unit[0].expert])
+            parts = [values] if scale is None else [values, scale.view(torch.float8_e8m0fnu)]
+            stored.update({t.name: part.cpu().contiguous() for t, part in zip(unit, parts, strict=True)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(stored, path.with_suffix(".tmp"), metadata={"format": "pt"})
+    path.with_suffix(".tmp").chmod(0o644)
+    path.with_suffix(".tmp").replace(path)
+
+
+def attach_head(
+    checkpoint: Path, head: Path, out: Path, stages: int, temperatures: list[float] | None = None
+) -> ModelConfig:
+    """`checkpoint` with the head file `head` as its draft layers, written to `out` (which may be `checkpoint`).
+
+    The other tensors keep their files, byte for byte; a head that was attached before is replaced.
+    """
+    config = with_draft_layers(ModelConfig.from_file(checkpoint), stages)
+    out.mkdir(parents=True, exist_ok=True)
+    index = json.loads((checkpoint / INDEX_NAME).read_text(encoding="utf-8"))
+    weight_map = {name: file for name, file in index["weight_map"].items() if not is_draft(name)}
+    if out.resolve() != checkpoint.resolve():
+        for name in {*weight_map.values(), "tokenizer.json"}:
+            shutil.copyfile(checkpoint / name, out / name)
+    if head.resolve() != (out / HEAD_NAME).resolve():
+        shutil.copyfile(head, out / HEAD_NAME)
+    tensors = load_file(out / HEAD_NAME)
+    weight_map |= dict.fromkeys(tensors, HEAD_NAME)
+    index["weight_map"] = dict(sorted(weight_map.items()))
+    replaced = json.loads((checkpoint / INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
+    had_head = any(is_draft(name) for name in replaced)
+    if not had_head:
+        index["metadata"]["total_size"] += sum(t.nbytes for t in tensors.values())
+    (out / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
+    (out / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    if temperatures is not None:
+        (out / CALIBRATION_NAME).write_text(json.dumps({"temperatures": temperatures}) + "\n")
+    return config

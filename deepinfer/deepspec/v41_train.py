@@ -1,0 +1,177 @@
+"""Train the DSpark head of a V4.1 checkpoint on packed rows; the target's hidden states are computed on the fly.
+
+    python -m deepinfer.deepspec.v41_train --target deepinfer/checkpoints/nano --data DATA --out OUT --minutes 4
+
+DATA holds train-N.npy and targets-N.npy (see `deepinfer/train/data`). The target reads whole rows (teacher forcing);
+at every step `--anchors` positions of each row get a block of drafts. The head is written in the public format every
+minute and at the end (`model-draft.safetensors`); `attach_head` puts it into the checkpoint. The optimiser, the
+rounding of masters and the schedule are those of `deepinfer/train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.config.model import ModelConfig
+from deepinfer.deepspec.losses import LossWeights, block_losses
+from deepinfer.deepspec.v41_blocks import BlockModel, draft_kinds, initial_masters
+from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, head_weights, with_draft_layers, write_head
+from deepinfer.models.loader import is_text, load_weights
+from deepinfer.models.reference import Weights
+from deepinfer.train.batches import Batches, load_rows
+from deepinfer.train.export import token_map_of
+from deepinfer.train.fast_model import FastModel
+from deepinfer.train.optimizer import Optimizer, Rates
+from deepinfer.train.parameters import Parameters
+from deepinfer.train.pretrain import Run, Schedule, StepResult, train
+
+
+@dataclass
+class Target:
+    """The frozen target of a run."""
+
+    model: FastModel
+    weights: Weights
+    head: Tensor  # float32 [V, D]
+
+    @classmethod
+    def load(cls, folder: Path, config: ModelConfig, length: int, device: str) -> Target:
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        weights = load_weights(folder, ModelConfig.from_file(folder), dtype, device, include=is_text)
+        token_map = token_map_of(folder, config)
+        model = FastModel(config, token_map, length, device, tap_layers=config.dspark_target_layer_ids, flex=False)
+        return cls(model, weights, weights["head.weight"].float())
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens int64 [R, T] -> taps [R, T, n * D] and final normed hidden states [R, T, D]."""
+        y, info = self.model.hidden(self.weights, tokens, train=False)
+        return torch.cat(info.taps, dim=-1), y
+
+
+def pick_anchors(counted: Tensor, num_anchors: int, block_size: int) -> Tensor:
+    """int64 [R, A] random positions, those first whose first draft counts. counted [R, T]: target of each position."""
+    last = counted.shape[1] - block_size
+    order = torch.rand(counted.shape[0], last, device=counted.device) + counted[:, 1 : last + 1]
+    return order.topk(min(num_anchors, last), dim=-1).indices
+
+
+def blocks_of(x: Tensor, anchors: Tensor, block_size: int) -> Tensor:
+    """x [R, T, ...] at the block positions p + 1 ... p + B of anchors [R, A] -> [R * A, B, ...]."""
+    positions = (anchors.unsqueeze(-1) + 1 + torch.arange(block_size, device=anchors.device)).flatten(1)
+    rows = torch.arange(len(x), device=x.device).unsqueeze(1)
+    return x[rows, positions].reshape(-1, block_size, *x.shape[2:])
+
+
+def gradient_step(
+    target: Target,
+    model: BlockModel,
+    parameters: Parameters,
+    loss_weights: LossWeights,
+    num_anchors: int,
+    inputs: Tensor,
+    targets: Tensor,
+    counted: Tensor,
+    _key: bool = False,
+) -> StepResult:
+    """One batch of rows [R, T], differentiated; expert biases are balanced on the way."""
+    size = model.size
+    taps, hidden = target(inputs)
+    anchors = pick_anchors(counted, num_anchors, size)
+    with torch.no_grad():
+        wanted = F.linear(blocks_of(hidden, anchors, size).float(), target.head)
+    counts = blocks_of(counted, anchors, size).cumprod(1)
+    weights = parameters.compute_weights()
+    blocks = model(weights, taps, torch.cat((inputs, targets[:, -1:]), dim=1), anchors)
+    losses = block_losses(blocks.logits, wanted, blocks.scores, counts, loss_weights)
+    (losses.loss + 1e-3 * blocks.balance_loss).backward()
+    with torch.no_grad():
+        load = blocks.expert_counts.float()
+        parameters.masters["mtp.*.ffn.gate.bias"].add_(torch.sign(load.mean(-1, keepdim=True) - load), alpha=5e-4)
+    figures = {
+        "loss": losses.loss.detach(),
+        "accepted_length": losses.accepted_length,
+        "confidence_error": losses.confidence_error.mean(),
+        "busiest_expert": (load.amax(-1) / load.mean(-1)).max(),
+    }
+    figures |= {f"acceptance_{k + 1}": value for k, value in enumerate(losses.acceptance.unbind())}
+    return StepResult(parameters.gradients(), {}, figures)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True, help="checkpoint folder")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders with train-N.npy, targets-N.npy")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stages", type=int, default=2, help="draft layers (num_nextn_predict_layers)")
+    parser.add_argument("--minutes", type=float, required=True, help="length of the schedule")
+    parser.add_argument("--batch", type=int, default=64, help="rows a step")
+    parser.add_argument("--anchors", type=int, default=128, help="blocks a row")
+    parser.add_argument("--gamma", type=float, default=LossWeights.gamma)
+    parser.add_argument("--peak", type=float, default=Schedule.peak)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--eager", action="store_true", help="launch kernels one by one instead of replaying a graph")
+    options = parser.parse_args(arguments)
+
+    config = with_draft_layers(ModelConfig.from_file(options.target), options.stages)
+    on_gpu = options.device != "cpu"
+    if on_gpu:
+        torch.set_float32_matmul_precision("high")
+    torch.manual_seed(options.seed)
+    started = time.perf_counter()
+    target = Target.load(options.target, config, options.length, options.device)
+    model = BlockModel(config, target.weights["embed.weight"], target.head, options.length)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    parameters = Parameters(draft_kinds(config), initial_masters(config, options.seed), options.device, dtype)
+    optimizer = Optimizer(parameters, Rates())
+    rows = load_rows(options.data).to(options.device)
+    loss_weights, schedule = LossWeights(gamma=options.gamma), Schedule(peak=options.peak, dense=0.0)
+    run = Run(seed=options.seed)
+    print(f"rows {len(rows)}, set up in {time.perf_counter() - started:.1f} s", flush=True)
+
+    def save(run: Run) -> None:
+        write_head(options.out / HEAD_NAME, config, head_weights(config, parameters.masters))
+        record: dict[str, Any] = {
+            "loss_weights": asdict(loss_weights),
+            "stages": options.stages,
+            "batch": options.batch,
+            "anchors": options.anchors,
+            "rows": len(rows),
+            "minutes": options.minutes,
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "torch": torch.__version__,
+            **asdict(run),
+        }
+        (options.out / "training.json").write_text(json.dumps(record) + "\n")
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    train(
+        partial(gradient_step, target, model, parameters, loss_weights, options.anchors),
+        optimizer,
+        Batches(rows, options.batch, options.seed),
+        run,
+        schedule,
+        progress_of=lambda run: run.seconds / (60 * options.minutes),
+        stop=lambda run: False,
+        save=save,
+        save_seconds=60.0,
+        use_graphs=not options.eager,
+    )
+    took = time.perf_counter() - started
+    print(f"step {run.step}, {run.tokens} tokens, {took:.0f} s in this call", flush=True)
+
+
+if __name__ == "__main__":
+    main()
