@@ -170,6 +170,8 @@ class DeepseekV41:
             self.taps = self._taps(taps, step)
         if inputs.is_prefill:  # every row of a decode step wants logits
             rows = step.inputs.logits_rows
+            if not len(rows):  # a chunk that ends no prompt
+                return torch.empty(0, self.vocab_size, dtype=self.wide, device=self.device)
             lazy, p_prev = lazy.rows(rows), p_prev[rows]
         return self._logits(lazy, p_prev)
 

@@ -61,6 +61,9 @@ def launch_sample(
     logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: Collection[int] = ()
 ) -> LaunchedSample:
     """`sample` in two halves: this one asks the device for the tokens, `read` waits for them."""
+    if not sequences:  # a chunk that ends no prompt: `read` waits for the step all the same
+        none = torch.empty(0, dtype=torch.int64, device=logits.device)
+        return LaunchedSample(none, [], Download([none, logits[:, 0]]))
     edited = edit_logits(logits, sequences, eos_token_ids)
     bitmask = token_bitmask(sequences, logits.shape[1])
     if bitmask is not None:
