@@ -1,7 +1,10 @@
-// What the producer of kernels/flash_mla needs of hopper.cuh, on a CPU and one thread at a time: nothing ever waits.
+// What the producer of kernels/flash_mla needs of hopper.cuh, on a CPU: each of its 128 threads is one, and a wait for the
+// consumers is a wait for each other.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <pthread.h>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -22,7 +25,7 @@ struct float4 { float x, y, z, w; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-struct { int x; } static threadIdx;
+struct { int x; } static thread_local threadIdx;
 using std::max;
 using std::min;
 
@@ -45,28 +48,31 @@ static float rsqrtf(float x) { return 1 / std::sqrt(x); }
 
 static u8 shared_memory[240 * 1024];
 static u32 shared_address(const void* pointer) { return (u32)((const u8*)pointer - shared_memory); }
-static int arrivals[16];  // at barriers 8 bytes apart, from `first_barrier` on
+static std::atomic<int> arrivals[16];  // at barriers 8 bytes apart, from `first_barrier` on
 static u32 first_barrier;
 static void barrier_arrive(u32 barrier) { arrivals[(barrier - first_barrier) / 8]++; }
 static void barrier_arrive_on_copies(u32 barrier) { barrier_arrive(barrier); }
-static void barrier_wait(u32, u32) {}
+static pthread_barrier_t together;
+static void barrier_wait(u32, u32) { pthread_barrier_wait(&together); }
 static void barrier_init(u32, u32) {}
 static void named_sync(int, int) {}
 static void named_arrive(int, int) {}
+static bool named_any(int, int, bool any) { return any; }
 static void fence_to_matrix_units() {}
 static u64 keep_policy() { return 0; }
 static u64 read_once_policy() { return 0; }
+static uint4 load_16(const void* source) { return __ldg((const uint4*)source); }
 static void copy_16(u32 target, const void* source, bool valid, u64) {
     if (valid) memcpy(shared_memory + target, source, 16);
     else memset(shared_memory + target, 0, 16);
 }
 static const u8 *readable[2][2];  // first and one past the last byte of each cache
-static bool prefetched_outside;
+static std::atomic<bool> prefetched_outside;
 static void prefetch_to_l2(const void* address) {
     const u8* at = (const u8*)address;
     bool inside = false;
     for (auto& range : readable) inside |= range[0] <= at && at < range[1];
-    prefetched_outside |= !inside;
+    if (!inside) prefetched_outside = true;
 }
 static void store_shared(u32 target, u32 a, u32 b, u32 c, u32 d) {
     u32 words[4] = {a, b, c, d};

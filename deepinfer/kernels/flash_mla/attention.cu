@@ -9,16 +9,18 @@
 // Specialised by macros: HEADS, WINDOW_FORMAT, WINDOW_PAGE, LATENT_FORMAT, LATENT_PAGE (rows.cuh), SPLIT (blocks that share
 // a token's keys: a cluster), Q_NORM, ROPE, OUT_FP8.
 
-#include "epilogue.cuh"
-#include "query.cuh"
-#include "rows.cuh"
-#include "wgmma.cuh"
-
 #define BLOCK_HEADS 64
 #define BLOCKS_A_TOKEN (HEADS / BLOCK_HEADS)
+
+#include "rows.cuh"
+#include "query.cuh"
+#include "epilogue.cuh"
+#include "wgmma.cuh"
+
 #define UNPACKS (WINDOW_FORMAT > ROWS_BF16 || LATENT_FORMAT > ROWS_BF16)
 #define PACKED_ONLY (WINDOW_FORMAT != ROWS_BF16 && LATENT_FORMAT != ROWS_BF16)
-#define LATENT_OR_ANY (LATENT_FORMAT == ROWS_NONE ? ROWS_BF16 : LATENT_FORMAT)
+#define LATENT_OR_ANY (LATENT_FORMAT == ROWS_NONE ? WINDOW_FORMAT : LATENT_FORMAT)
+#define SLOTS (WINDOW_FORMAT == ROWS_BF16 || LATENT_FORMAT == ROWS_BF16 ? 4 : 2)
 #define KEY_SCALE (PACKED_ONLY ? UNPACK_SCALE : 1.0f)  // keys in shared memory are the true ones over this
 #define LOG2_E 1.4426950408889634f
 #define LAZY 8.0f
@@ -32,7 +34,8 @@
 #define MAXIMUM (BIAS + 512)                     // float [2][64]: the rows' maximum after tile 0 and after tile 1
 #define SUMS (MAXIMUM + 512)                     // float [2][64]
 #define PEER_STATES (SUMS + 512)                 // float [SPLIT][2][64]: maximum and sum of every block of the cluster
-#define BARRIERS (PEER_STATES + SPLIT * 512)
+#define QUERY_FACTORS (PEER_STATES + SPLIT * 512)  // float [64]
+#define BARRIERS (QUERY_FACTORS + 256)
 #define SHARED_BYTES (BARRIERS + 128)
 
 struct Params {
@@ -45,7 +48,7 @@ struct Params {
     int tokens;
 };
 
-enum NamedBarrier { PROBABILITIES_0 = 1, PROBABILITIES_1, SUMS_READY, QUERY_READY };
+enum NamedBarrier { PROBABILITIES_0 = 1, PROBABILITIES_1, SUMS_READY, QUERY_CHANGED, RESCALE_0, RESCALE_1 };
 
 struct Barriers {
     u32 base;
@@ -53,6 +56,8 @@ struct Barriers {
     DEVICE u32 query_free() const { return base + 8; }
     DEVICE u32 ready(int tile, int half) const { return base + 16 + (tile * 2 + half) * 8; }
     DEVICE u32 free(int tile, int half) const { return base + 48 + (tile * 2 + half) * 8; }
+    DEVICE u32 peers_are_done() const { return base + 80; }
+    DEVICE u32 shares_are_here() const { return base + 88; }
 };
 
 // The tiles of 64 keys that this block reads: the window's come first.
@@ -67,6 +72,16 @@ struct Tiles {
     DEVICE int pairs() const { return count > 1 ? (count + 1) / 2 : 1; }
 };
 
+// Where a producer's thread writes in the first half tile.
+struct Targets {
+    u32 copies, chunks;  // BF16: its chunk of row t / 8; packed: the first of its four chunks of its first row
+    DEVICE explicit Targets(u32 keys) {
+        const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 8, unit = thread / 8 % 4;
+        copies = keys + thread / 8 * 128 + ((thread ^ thread / 8) % 8 << 4);
+        chunks = keys + unit / 2 * SUB_TILE_BYTES + row * 128 + ((unit % 2 * 4 ^ row % 8) << 4);
+    }
+};
+
 DEVICE void arrive_warp(u32 barrier, int lane) {  // 8 or 4 arrivals, one a warp
     __syncwarp();
     if (lane == 0) barrier_arrive(barrier);
@@ -74,109 +89,130 @@ DEVICE void arrive_warp(u32 barrier, int lane) {  // 8 or 4 arrivals, one a warp
 
 // ------------------------------------------------------------------ producer
 
-// A tile that is being filled: its rows, and which cache they come from.
-struct Filling {
-    Rows rows;
-    bool window;
-
-    DEVICE void find(const Params& p, const Tiles& tiles, int token, int tile) {
-        int row = threadIdx.x % 128 / 8;
-        bool beyond = tile >= tiles.count;
-        tile += tiles.first;
-        window = LATENT_FORMAT == ROWS_NONE || tile < tiles.window;
-        if (window) rows.find(p.window, token, beyond ? p.window.count : tile * 64 + row);
-        else rows.find(p.latent, token, beyond ? p.latent.count : (tile - tiles.window) * 64 + row);
-    }
-    DEVICE void load(PackedRow& raw, const Params& p, int i, int half) const {
-        int lane = threadIdx.x % 8;
-        if (window) load_row<WINDOW_FORMAT, WINDOW_PAGE>(raw, p.window, rows.slot[i], half, lane);
-        else load_row<LATENT_OR_ANY, LATENT_PAGE>(raw, p.latent, rows.slot[i], half, lane);
-    }
-    DEVICE void store(const PackedRow& raw, const Params& p, int i, u32 target, int half) const {
-        int lane = threadIdx.x % 8;
-        if (window) store_row<WINDOW_FORMAT, WINDOW_PAGE, PACKED_ONLY>(raw, p.window, rows.slot[i], target, half, lane);
-        else store_row<LATENT_OR_ANY, LATENT_PAGE, PACKED_ONLY>(raw, p.latent, rows.slot[i], target, half, lane);
-    }
-    // With the first half of a tile comes what is added to its 64 logits.
-    DEVICE void write_bias(float* bias, u32 ready) const {
-        if (threadIdx.x % 8) return;
-#pragma unroll
-        for (int i = 0; i < ROWS_A_THREAD; i++)
-            bias[threadIdx.x % 128 / 8 + 16 * i] = rows.slot[i] >= 0 ? 0.0f : -__int_as_float(0x7F800000);
-        barrier_arrive(ready);
-    }
-    DEVICE void announce_half(u32 ready) const {
-        if (window) announce<WINDOW_FORMAT>(ready);
-        else announce<LATENT_OR_ANY>(ready);
+// A pair of tiles of an item; pairs of all items of this block follow each other.
+struct Pair {
+    int item, index;
+    DEVICE Pair next(int pairs, int step) const {
+        return index + 1 < pairs ? Pair{item, index + 1} : Pair{item + step, 0};
     }
 };
 
-// Packed rows come through registers, one half tile ahead. That covers the latency of L2, not that of memory: so all of a
-// token's rows are fetched into L2 when its turn comes.
-DEVICE void prefetch_rows(const Params& p, const Tiles& tiles, int token) {
-    if (!UNPACKS) return;
-    const int row = threadIdx.x % 128 / 2, part = threadIdx.x % 2;
-#pragma unroll 4
-    for (int tile = 0; tile < tiles.count; tile++) {
+// A thread's rows of one tile: their slots (-1: no row), and which cache they are in.
+struct Rows {
+    int slot[SLOTS];
+    bool window;
+
+    DEVICE void find(const Params& p, const Tiles& tiles, const Pair& pair, int items, int index) {
+        const int token = pair.item / BLOCKS_A_TOKEN, tile = pair.index * 2 + index;
+        const bool beyond = tile >= tiles.count || pair.item >= items;
         const int at = tiles.first + tile;
-        const bool window = LATENT_FORMAT == ROWS_NONE || at < tiles.window;
-        const RowSource& source = window ? p.window : p.latent;
-        const int slot = slot_at(source, token, (window ? at : at - tiles.window) * 64 + row);
-        const int bytes = window ? ROW_BYTES(WINDOW_FORMAT) : ROW_BYTES(LATENT_FORMAT);
-        if (slot < 0) continue;
-        const u8* start = window ? row_address<WINDOW_PAGE>(source, slot) : row_address<LATENT_PAGE>(source, slot);
-        for (int i = part * 128; i < bytes + 127; i += 256) prefetch_to_l2(start + min(i, bytes - 1));
+        window = LATENT_FORMAT == ROWS_NONE || at < tiles.window;
+        if (window) find_in<WINDOW_FORMAT>(p.window, token, beyond ? p.window.count : at * 64);
+        else find_in<LATENT_OR_ANY>(p.latent, token, beyond ? p.latent.count : (at - tiles.window) * 64);
+    }
+    template <int FORMAT>
+    DEVICE void find_in(const RowSource& source, int token, int first) {
+#pragma unroll
+        for (int i = 0; i < ROWS_A_THREAD(FORMAT); i++) slot[i] = slot_at(source, token, first + tile_row<FORMAT>(i));
+    }
+    // Row i's packed bytes of one half, to registers.
+    DEVICE void load(Unit (&units)[2], const Params& p, int i, int half) const {
+        if (window) load_from<WINDOW_FORMAT, WINDOW_PAGE>(units, p.window, i, half);
+        else load_from<LATENT_OR_ANY, LATENT_PAGE>(units, p.latent, i, half);
+    }
+    template <int FORMAT, int PAGE>
+    DEVICE void load_from(Unit (&units)[2], const RowSource& source, int i, int half) const {
+        if (FORMAT == ROWS_BF16) return;
+        units[0] = units[1] = Unit{};
+        if (slot[i] >= 0) load_units<FORMAT>(units, row_address<PAGE>(source, slot[i]), half);
+    }
+    // What is added to the 64 logits of the tile.
+    DEVICE void write_bias(float* bias) const {
+        if (window) write_bias_of<WINDOW_FORMAT>(bias);
+        else write_bias_of<LATENT_OR_ANY>(bias);
+    }
+    template <int FORMAT>
+    DEVICE void write_bias_of(float* bias) const {
+        if (FORMAT == ROWS_BF16 ? threadIdx.x % 8 : threadIdx.x / 8 % 4) return;  // one of the threads that have the row
+#pragma unroll
+        for (int i = 0; i < ROWS_A_THREAD(FORMAT); i++)
+            bias[tile_row<FORMAT>(i)] = slot[i] >= 0 ? 0.0f : -__int_as_float(0x7F800000);
+    }
+};
+
+// Half a tile: row by row from registers, which then take the row's successor in the half that follows; or by copies.
+template <int FORMAT, int PAGE>
+DEVICE void fill_half(const Rows& rows, const Rows& following, Unit (&raw)[2][2], const Params& p, const RowSource& source,
+                      const Targets& targets, u32 offset, int half, int half_after, u32 ready) {
+    if (FORMAT == ROWS_BF16) {
+        const u64 policy = keep_policy();
+#pragma unroll
+        for (int i = 0; i < ROWS_A_THREAD(ROWS_BF16); i++) {
+            const u8* row = row_address<PAGE>(source, max(rows.slot[i], 0));
+            copy_half_row(targets.copies + offset + i * 2048, row, rows.slot[i] >= 0, half, policy);
+        }
+        barrier_arrive_on_copies(ready);
+#pragma unroll
+        for (int i = 0; i < 2; i++) following.load(raw[i], p, i, half_after);
+    } else {
+        u32 target[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) target[k] = (targets.chunks ^ k << 4) + offset;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            store_unit<FORMAT, PACKED_ONLY>(raw[i][0], target, i * 1024);
+            store_unit<FORMAT, PACKED_ONLY>(raw[i][1], target, i * 1024 + 2 * SUB_TILE_BYTES);
+            following.load(raw[i], p, i, half_after);
+        }
+        fence_to_matrix_units();
+        barrier_arrive(ready);
     }
 }
 
 DEVICE void produce(const Params& p, const TensorMap& query_map, const Barriers& barriers, u8* shared, int first_item,
                     int items, int step, int rank) {
-    const int lane = threadIdx.x % 8, row = threadIdx.x % 128 / 8;
-    const u32 keys = shared_address(shared + KEYS) + row * 128 + ((lane ^ row % 8) << 4);
+    const int lane = threadIdx.x % 32;
+    const Targets targets(shared_address(shared + KEYS));
     const Tiles tiles(p, rank);
-    u32 parity = 1, query_parity = !QUERY_IS_CHANGED;  // at parity 1 the first wait returns at once: nothing is in use
-    for (int item = first_item; item < items; item += step) {
-        const int token = item / BLOCKS_A_TOKEN, head = item % BLOCKS_A_TOKEN * BLOCK_HEADS;
-        Filling next[2];
-        next[0].find(p, tiles, token, 0);
-        next[1].find(p, tiles, token, 1);
-        if (!QUERY_IS_CHANGED || item != first_item) {
+    const int pairs = tiles.pairs();
+    u32 parity = 1, query_parity = 1;  // at parity 1 the first wait returns at once: nothing is in use
+    Pair pair = {first_item, 0};
+    Rows rows[2];
+    rows[0].find(p, tiles, pair, items, 0);
+    rows[1].find(p, tiles, pair, items, 1);
+    constexpr int UNROLLED_STEPS = UNPACKS ? 1 : 4;
+    Unit raw[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) rows[0].load(raw[i], p, i, 0);
+    while (pair.item < items) {
+        const Pair after = pair.next(pairs, step);
+        Rows next[2];  // early: the slots' latency passes behind this pair
+        next[0].find(p, tiles, after, items, 0);
+        next[1].find(p, tiles, after, items, 1);
+        if (pair.index == 0) {
             barrier_wait(barriers.query_free(), query_parity);
             query_parity ^= 1;
-            const u32 target = shared_address(shared + QUERY);
-            if (QUERY_IS_CHANGED) change_query<128>(p.query, p.angles, token, head, target, barriers.query_ready());
-            else copy_query(query_map, token, head, target, barriers.query_ready());
+            copy_query(query_map, pair.item, shared_address(shared + QUERY), barriers.query_ready());
+            if (pair.item + step < items) prefetch_query(p.query, pair.item + step);
         }
-        PackedRow raw[ROWS_A_THREAD];
-#pragma unroll
-        for (int i = 0; i < ROWS_A_THREAD; i++) next[0].load(raw[i], p, i, 0);
-        prefetch_rows(p, tiles, token);
-        const int later = item + step;
-        if (later < items) prefetch_query(p.query, later / BLOCKS_A_TOKEN, later % BLOCKS_A_TOKEN * BLOCK_HEADS);
-        for (int pair = 0; pair < tiles.pairs(); pair++) {
-            const Filling now[2] = {next[0], next[1]};
-            const bool more = pair + 1 < tiles.pairs();
-            if (more) {  // early: the slots' latency passes behind the copies
-                next[0].find(p, tiles, token, 2 * pair + 2);
-                next[1].find(p, tiles, token, 2 * pair + 3);
+        // In the order in which the consumers need and free halves: (0, 0), (1, 1), (0, 1), (1, 0).
+#pragma unroll (UNROLLED_STEPS)
+        for (int i = 0; i < 4; i++) {
+            const int tile = i & 1, half = (i ^ i >> 1) & 1, half_after = i < 2;
+            const Rows now = tile ? rows[1] : rows[0], following = i == 3 ? next[0] : tile ? rows[0] : rows[1];
+            const u32 offset = (tile * 2 + half) * HALF_TILE_BYTES, ready = barriers.ready(tile, half);
+            barrier_wait(barriers.free(tile, half), parity);
+            if (i < 2) {
+                now.write_bias((float*)(shared + BIAS) + tile * 64);
+                arrive_warp(ready, lane);
             }
-            // In the order in which the consumers need and free halves: (0, 0), (1, 1), (0, 1), (1, 0).
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int tile = i % 2, half = i == 1 || i == 2, half_after = i < 2;
-                const Filling& following = i < 3 ? now[1 - tile] : next[0];
-                const u32 target = keys + (tile * 2 + half) * HALF_TILE_BYTES, ready = barriers.ready(tile, half);
-                barrier_wait(barriers.free(tile, half), parity);
-                if (tile == half) now[tile].write_bias((float*)(shared + BIAS) + tile * 64, ready);
-#pragma unroll
-                for (int j = 0; j < ROWS_A_THREAD; j++) {
-                    now[tile].store(raw[j], p, j, target + j * 2048, half);
-                    if (i < 3 || more) following.load(raw[j], p, j, half_after);
-                }
-                now[tile].announce_half(ready);
-            }
-            parity ^= 1;
+            if (now.window) fill_half<WINDOW_FORMAT, WINDOW_PAGE>(now, following, raw, p, p.window, targets, offset, half, half_after, ready);
+            else fill_half<LATENT_OR_ANY, LATENT_PAGE>(now, following, raw, p, p.latent, targets, offset, half, half_after, ready);
         }
+        rows[0] = next[0];
+        rows[1] = next[1];
+        pair = after;
+        parity ^= 1;
     }
 }
 
@@ -234,14 +270,14 @@ struct Softmax {
         return factor;
     }
     // s: products to numerators; absent keys have a bias of -inf.
-    DEVICE void step(float (&s)[32], const float* bias, float scale, int c, float (&factor)[2]) {
+    DEVICE void step(float (&s)[32], const float* bias, const float (&scale)[2], int c, float (&factor)[2]) {
         float top[2] = {LOWEST, LOWEST};
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             float2 b = *(const float2*)(bias + 8 * j + 2 * c);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                s[4 * j + i] = fmaf(s[4 * j + i], scale, i % 2 ? b.y : b.x);
+                s[4 * j + i] = fmaf(s[4 * j + i], scale[i / 2], i % 2 ? b.y : b.x);
                 top[i / 2] = fmaxf(top[i / 2], s[4 * j + i]);
             }
         }
@@ -255,8 +291,11 @@ struct Softmax {
     }
 };
 
+// All warps of a group or none: the compiler puts waits for running products into the branch.
+template <int GROUP_ID>
 DEVICE void rescale(float (&o)[128], const float (&factor)[2]) {
-    if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
+    const bool any = named_any(RESCALE_0 + GROUP_ID, 128, factor[0] != 1.0f || factor[1] != 1.0f);
+    if (__any_sync(~0u, any)) {  // which tells the compiler that it is the same for a warp
 #pragma unroll
         for (int j = 0; j < 128; j++) o[j] *= factor[j / 2 % 2];
     }
@@ -294,9 +333,13 @@ DEVICE void score_tile(float (&s)[32], u32 query, u32 keys, const Barriers& barr
     barrier_wait(barriers.ready(GROUP_ID, 1 - GROUP_ID), parity);
     score_half(s, query, keys, 1 - GROUP_ID, false);
 }
-DEVICE void wait_for_query(const Barriers& barriers, u32& query_parity) {
+// Both groups come here for every token, and together change its query.
+DEVICE void wait_for_query(const Params& p, const Barriers& barriers, u8* shared, int item, u32& query_parity) {
     barrier_wait(barriers.query_ready(), query_parity);
     query_parity ^= 1;
+    if (!QUERY_IS_CHANGED) return;
+    change_query(p.angles, item / BLOCKS_A_TOKEN, shared + QUERY, (float*)(shared + QUERY_FACTORS));
+    named_sync(QUERY_CHANGED, 256);
 }
 
 #include "combine.cuh"
@@ -304,7 +347,7 @@ DEVICE void wait_for_query(const Barriers& barriers, u32& query_parity) {
 template <int GROUP_ID>
 DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int first_item, int items, int step, int rank) {
     const int thread = threadIdx.x % 128, lane = thread % 32, c = lane % 4, row = thread / 32 * 16 + lane / 4;
-    const float scale = p.scale * LOG2_E * KEY_SCALE;
+    const float* query_factors = (const float*)(shared + QUERY_FACTORS);
     float* shared_maximum = (float*)(shared + MAXIMUM);
     const float* bias = (const float*)(shared + BIAS) + GROUP_ID * 64;
     u8* mine = shared + PROBABILITIES + GROUP_ID * 8192 + thread * 16;
@@ -320,13 +363,8 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
 
     float o[128], s[32], factor[2];
     u32 words[16];
-    if (QUERY_IS_CHANGED) {
-        const int token = first_item / BLOCKS_A_TOKEN, head = first_item % BLOCKS_A_TOKEN * BLOCK_HEADS;
-        change_query<256>(p.query, p.angles, token, head, shared_address(shared + QUERY), 0);
-        named_sync(QUERY_READY, 256);
-    }
+    wait_for_query(p, barriers, shared, first_item, query_parity);
     if (GROUP_ID == 0) {
-        if (!QUERY_IS_CHANGED) wait_for_query(barriers, query_parity);
         score_tile<0>(s, query, my_keys, barriers, parity);
         wgmma_wait<0>();
         fence_registers(s);
@@ -334,8 +372,10 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
     for (int item = first_item; item < items; item += step) {
         const int token = item / BLOCKS_A_TOKEN, head = item % BLOCKS_A_TOKEN * BLOCK_HEADS;
         Softmax softmax;
+        float scale[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
+            scale[i] = p.scale * LOG2_E * KEY_SCALE * (Q_NORM ? query_factors[row + 8 * i] : 1.0f);
             float sink = fminf(__ldg(p.sink + head + row + 8 * i) * LOG2_E, -LOWEST);
             softmax.maximum[i] = fmaxf(sink, LOWEST);
             // One thread of the row's eight counts the sink.
@@ -351,7 +391,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 put_words(mine, words);
                 put_maximum(shared_maximum, softmax, row, c);
                 named_arrive(PROBABILITIES_0, 256);
-                rescale(o, factor);
+                rescale<GROUP_ID>(o, factor);
                 add_values(o, words, values_0);
 
                 named_sync(PROBABILITIES_1, 256);
@@ -360,7 +400,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 arrive_warp(barriers.free(0, 0), lane);
                 factor[0] = softmax.move(0, shared_maximum[64 + row]);
                 factor[1] = softmax.move(1, shared_maximum[64 + row + 8]);
-                rescale(o, factor);
+                rescale<GROUP_ID>(o, factor);
                 get_words(other, words);
                 barrier_wait(barriers.ready(1, 0), parity);
                 add_values(o, words, values_1);
@@ -383,12 +423,11 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
             }
         } else {
             for (int pair = 0; pair < pairs; pair++) {
-                if (pair == 0 && !(QUERY_IS_CHANGED && item == first_item)) wait_for_query(barriers, query_parity);
                 score_tile<1>(s, query, my_keys, barriers, parity);
                 named_sync(PROBABILITIES_0, 256);  // tile 0's values while our scores are on their way
                 factor[0] = softmax.move(0, shared_maximum[row]);
                 factor[1] = softmax.move(1, shared_maximum[row + 8]);
-                rescale(o, factor);
+                rescale<GROUP_ID>(o, factor);
                 get_words(other, words);
                 barrier_wait(barriers.ready(0, 1), parity);
                 add_values(o, words, values_0);
@@ -405,7 +444,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 wgmma_wait<0>();
                 fence_registers(o);
                 arrive_warp(barriers.free(0, 1), lane);
-                rescale(o, factor);
+                rescale<GROUP_ID>(o, factor);
                 add_values(o, next_words, values_1);
                 wgmma_wait<0>();
                 fence_registers(o);
@@ -414,14 +453,15 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
             }
         }
 
-        if (GROUP_ID == 0 && item + step < items) {  // the next token's first scores run while this one is written
-            wait_for_query(barriers, query_parity);
+        const bool more = item + step < items;
+        if (more) wait_for_query(p, barriers, shared, item + step, query_parity);
+        if (GROUP_ID == 0 && more) {  // the next token's first scores run while this one is written
             score_tile<0>(s, query, my_keys, barriers, parity);
-            write_output<GROUP_ID>(o, softmax.maximum, softmax.sum, p.out, token, head, p.angles, shared, rank);
+            write_output<GROUP_ID>(o, softmax.maximum, softmax.sum, p.out, token, head, p.angles, barriers, shared, rank);
             wgmma_wait<0>();
             fence_registers(s);
         } else {
-            write_output<GROUP_ID>(o, softmax.maximum, softmax.sum, p.out, token, head, p.angles, shared, rank);
+            write_output<GROUP_ID>(o, softmax.maximum, softmax.sum, p.out, token, head, p.angles, barriers, shared, rank);
         }
     }
 }
@@ -437,17 +477,20 @@ sparse_attention(const __grid_constant__ Params p, const __grid_constant__ Tenso
     extern __shared__ __align__(1024) u8 shared[];
     const Barriers barriers = {shared_address(shared + BARRIERS)};
     if (threadIdx.x == 0) {
-        barrier_init(barriers.query_ready(), QUERY_ARRIVALS);
+        barrier_init(barriers.query_ready(), 1);
         barrier_init(barriers.query_free(), 8);
         for (int tile = 0; tile < 2; tile++) {
             for (int half = 0; half < 2; half++) {
-                barrier_init(barriers.ready(tile, half), 128 + (tile == half ? 16 : 0));  // the bias arrives with it
+                barrier_init(barriers.ready(tile, half), 128 + (tile == half ? 4 : 0));  // the bias arrives with it
                 barrier_init(barriers.free(tile, half), 4);
             }
         }
+        barrier_init(barriers.peers_are_done(), 8 * SPLIT);
+        barrier_init(barriers.shares_are_here(), 8 * SPLIT);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
+    if (SPLIT == 1) __syncthreads();
+    else cluster_sync();
     const int rank = blockIdx.x % SPLIT, items = p.tokens * BLOCKS_A_TOKEN;
     const int first = blockIdx.x / SPLIT, step = gridDim.x / SPLIT;
     // Of the launch's 384 x 168 registers, the consumers get more: 2 x 128 x 208 + 128 x 88.
@@ -455,7 +498,6 @@ sparse_attention(const __grid_constant__ Params p, const __grid_constant__ Tenso
     if (group == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(88));
         produce(p, query_map, barriers, shared, first, items, step, rank);
-        if (SPLIT > 1) cluster_sync_twice();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(208));
         if (group == 0) consume<0>(p, barriers, shared, first, items, step, rank);

@@ -15,7 +15,7 @@ from deepinfer.kernels.reference.cache_rows import RowFormat
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = {"bf16": 16, RowFormat.FP8: 8, RowFormat.NVFP4: 16}  # bytes that a thread loads at once
+_ALIGNMENT = {"bf16": 16, RowFormat.FP8: 16, RowFormat.NVFP4: 16}  # bytes that a thread loads at once
 
 
 @cache

@@ -8,13 +8,8 @@
 #define SLICES_A_GROUP (SPLIT == 1 ? 1 : SPLIT / 2)     // slices among the 128 registers of a warpgroup
 #define SLICE_REGISTERS (SPLIT == 1 ? 128 : SLICE)
 
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-DEVICE void cluster_sync_twice() {
-    for (int i = 0; i < 2; i++) {
-        cluster_arrive();
-        cluster_wait();
-    }
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 DEVICE u32 peer_address(u32 address, int rank) {
     u32 peer;
@@ -27,6 +22,22 @@ DEVICE void store_peer(u32 address, float a, float b, float c, float d) {
 }
 DEVICE void store_peer(u32 address, float a) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
+}
+
+// Arrives at all blocks' barrier, this one's too: a warp once, and what it stored before is seen by who waits there.
+DEVICE void arrive_at_peers(u32 barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 < SPLIT) {
+        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                         peer_address(barrier, threadIdx.x % 32))
+                     : "memory");
+    }
+}
+DEVICE void wait_for_peers(u32 barrier) {  // used once: phase 0
+    asm volatile(
+        "{\n .reg .pred done;\n"
+        "again:\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+        " @done bra.uni over;\n bra.uni again;\nover:\n}" ::"r"(barrier) : "memory");
 }
 
 // Columns of this warpgroup from register FIRST on.
@@ -82,7 +93,7 @@ DEVICE void exchange_slice(float (&o)[128], const float (&factor)[SPLIT][2], con
 
 template <int GROUP_ID>
 DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float (&sum)[2], const Output& out, int token,
-                         int head, const Angles& angles, u8* shared, int rank) {
+                         int head, const Angles& angles, const Barriers& barriers, u8* shared, int rank) {
     const int thread = threadIdx.x % 128, lane = thread % 32, c = lane % 4, row = thread / 32 * 16 + lane / 4;
     float* sums = (float*)(shared + SUMS);  // each group has summed over its tiles
     float inverse[2], total[2];
@@ -100,8 +111,8 @@ DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float
     store_columns<GROUP_ID, 0, 128>(o, inverse, out, token, head, angles);
 #else
     float factor[SPLIT][2] = {};
-    cluster_arrive();  // the peers no longer read their key tiles once all have come here
-    cluster_wait();
+    arrive_at_peers(barriers.peers_are_done());  // they no longer read their key tiles once all have come here
+    wait_for_peers(barriers.peers_are_done());
     if (GROUP_ID == 0 && c == 0) {
 #pragma unroll
         for (int peer = 0; peer < SPLIT; peer++) {
@@ -116,8 +127,8 @@ DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float
     exchange_slice<GROUP_ID, 0>(o, factor, inverse, out, token, head, angles, shared, rank, false);
     if (SLICES_A_GROUP == 2)
         exchange_slice<GROUP_ID, SLICES_A_GROUP - 1>(o, factor, inverse, out, token, head, angles, shared, rank, false);
-    cluster_arrive();
-    cluster_wait();
+    arrive_at_peers(barriers.shares_are_here());
+    wait_for_peers(barriers.shares_are_here());
     const float* states = (const float*)(shared + PEER_STATES);
 #pragma unroll
     for (int i = 0; i < 2; i++) {

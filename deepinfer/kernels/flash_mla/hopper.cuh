@@ -39,6 +39,16 @@ DEVICE void named_arrive(int id, int threads) { named_sync(id, threads); }
 DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 #endif
 
+// Whether any thread's flag is set; a barrier of all `threads` as well.
+DEVICE bool named_any(int id, int threads, bool flag) {
+    u32 any;
+    asm volatile(
+        "{\n .reg .pred one, all;\n setp.ne.u32 one, %3, 0;\n"
+        " barrier.cta.red.or.aligned.pred all, %1, %2, one;\n selp.u32 %0, 1, 0, all;\n}"
+        : "=r"(any) : "r"(id), "r"(threads), "r"((u32)flag) : "memory");
+    return any;
+}
+
 // What this thread stored in (or saw in) shared memory becomes visible to the matrix units.
 DEVICE void fence_to_matrix_units() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -54,6 +64,14 @@ DEVICE u64 read_once_policy() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
+}
+
+// 16 bytes that are read once: not for L1; L2 fetches what lies beside them too.
+DEVICE uint4 load_16(const void* source) {
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(source));
+    return x;
 }
 
 // 16 bytes to shared memory; zeros when not `valid` (the source is not read).

@@ -1,4 +1,6 @@
-// The producer's side of the query: 64 heads of one token to shared memory, optionally normalised and rotated on the way.
+// The query: 64 heads of one token to shared memory by the copy engine, optionally normalised and rotated there.
+//
+// A norm without weights is a factor of a row's logits, so that only the 64 rotated dimensions are ever written again.
 #pragma once
 
 #include "hopper.cuh"
@@ -7,8 +9,6 @@
 #define NORM_EPSILON 1e-20f
 #endif
 
-// A query that is changed on the way is worked on by the consumers, who have nothing else to do yet, for a block's first
-// token, and by the producer for the others.
 #define QUERY_IS_CHANGED (Q_NORM || ROPE)
 
 struct Query {
@@ -39,74 +39,57 @@ DEVICE void barrier_arrive_and_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-#define QUERY_ARRIVALS (QUERY_IS_CHANGED ? 128 : 1)
-
-// As it is: 8 sub-tiles of [64 heads x 64 values], swizzled like the keys, by the copy engine.
-DEVICE void copy_query(const TensorMap& map, int token, int head, u32 target, u32 ready) {
+// 8 sub-tiles of [64 heads x 64 values], swizzled like the keys.
+DEVICE void copy_query(const TensorMap& map, int item, u32 target, u32 ready) {
     if (threadIdx.x % 128) return;
     barrier_arrive_and_expect(ready, 65536);
+    const int token = item / BLOCKS_A_TOKEN, head = item % BLOCKS_A_TOKEN * BLOCK_HEADS;
 #pragma unroll
-    for (int t = 0; t < 8; t++) copy_box(target + t * 8192, map, t * 64, head, token, ready);
+    for (int t = 0; t < 8; t++) copy_box(target + t * SUB_TILE_BYTES, map, t * 64, head, token, ready);
 }
 
 // To L2, while its token has to wait.
-DEVICE void prefetch_query(const Query& query, int token, int head) {
+DEVICE void prefetch_query(const Query& query, int item) {
+    const int token = item / BLOCKS_A_TOKEN, head = item % BLOCKS_A_TOKEN * BLOCK_HEADS;
     const u8* start = query.base + token * query.token_stride + (threadIdx.x % 128 % 8) * 128;
 #pragma unroll
     for (int row = 0; row < 64; row += 16) prefetch_to_l2(start + (head + row + threadIdx.x % 128 / 8) * query.head_stride);
 }
 
-// Changed: 8 threads a row, THREADS of them together. Each announces its share to `ready`, unless that is 0.
-template <int THREADS>
-DEVICE void change_query(const Query& query, const Angles& angles, int token, int head, u32 target, u32 ready) {
-    constexpr int ROWS = THREADS / 8;  // at once
-    const int thread = threadIdx.x % THREADS, lane = thread % 8, row = thread / 8;
-    const u8* source = query.base + token * query.token_stride + (head + row) * query.head_stride + lane * 16;
-    target += row * 128 + ((lane ^ row % 8) << 4);
+// The factor of each row's logits, to `factors` [64], and the rotation of the last sub-tile: 8 threads a row, 32 rows at
+// once. The caller synchronises.
+DEVICE void change_query(const Angles& angles, int token, u8* query, float* factors) {
+    const int thread = threadIdx.x % 256, lane = thread % 8;
     float cos[4], sin[4];
 #pragma unroll
     for (int i = 0; i < 4 && ROPE; i++) {
         cos[i] = __ldg(angles.cos + token * 32 + 4 * lane + i);
         sin[i] = __ldg(angles.sin + token * 32 + 4 * lane + i);
     }
-#pragma unroll(THREADS / 128)
-    for (int i = 0; i < 64 / ROWS; i++) {
-        uint4 chunks[8];
+#pragma unroll 1
+    for (int row = thread / 8; row < 64; row += 32) {
+        u8* chunk = query + row * 128 + ((lane ^ row % 8) << 4);
+        float squares = 0;
+        u32 words[4];
 #pragma unroll
-        for (int t = 0; t < 8; t++) chunks[t] = __ldg((const uint4*)(source + i * ROWS * query.head_stride + t * 128));
-        if (Q_NORM) {
-            float squares = 0;
+        for (int t = Q_NORM ? 0 : 7; t < 8; t++) {
+            const uint4 four = *(const uint4*)(chunk + t * SUB_TILE_BYTES);
+            words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
 #pragma unroll
-            for (int t = 0; t < 8; t++) {
-                const u32 words[4] = {chunks[t].x, chunks[t].y, chunks[t].z, chunks[t].w};
-#pragma unroll
-                for (int w = 0; w < 4; w++) {
-                    squares = fmaf(low_bf16(words[w]), low_bf16(words[w]), squares);
-                    squares = fmaf(high_bf16(words[w]), high_bf16(words[w]), squares);
-                }
-            }
-#pragma unroll
-            for (int mask = 1; mask < 8; mask *= 2) squares += __shfl_xor_sync(~0u, squares, mask);
-            float factor = rsqrtf(squares * (1.0f / 512) + NORM_EPSILON);
-#pragma unroll
-            for (int t = 0; t < 8; t++) {
-                chunks[t].x = pack_bf16(low_bf16(chunks[t].x) * factor, high_bf16(chunks[t].x) * factor);
-                chunks[t].y = pack_bf16(low_bf16(chunks[t].y) * factor, high_bf16(chunks[t].y) * factor);
-                chunks[t].z = pack_bf16(low_bf16(chunks[t].z) * factor, high_bf16(chunks[t].z) * factor);
-                chunks[t].w = pack_bf16(low_bf16(chunks[t].w) * factor, high_bf16(chunks[t].w) * factor);
+            for (int w = 0; w < 4; w++) {
+                squares = fmaf(low_bf16(words[w]), low_bf16(words[w]), squares);
+                squares = fmaf(high_bf16(words[w]), high_bf16(words[w]), squares);
             }
         }
-        u32 last[4] = {chunks[7].x, chunks[7].y, chunks[7].z, chunks[7].w};  // the rotated 64 dimensions
+#pragma unroll
+        for (int mask = 1; mask < 8 && Q_NORM; mask *= 2) squares += __shfl_xor_sync(~0u, squares, mask);
+        if (lane == 0) factors[row] = Q_NORM ? rsqrtf(squares * (1.0f / 512) + NORM_EPSILON) : 1.0f;
 #pragma unroll
         for (int w = 0; w < 4; w++) {
-            float even = low_bf16(last[w]), odd = high_bf16(last[w]);
-            last[w] = pack_bf16(even * cos[w] - odd * sin[w], even * sin[w] + odd * cos[w]);
+            const float even = low_bf16(words[w]), odd = high_bf16(words[w]);
+            words[w] = pack_bf16(even * cos[w] - odd * sin[w], even * sin[w] + odd * cos[w]);
         }
-        if (ROPE) chunks[7] = make_uint4(last[0], last[1], last[2], last[3]);
-#pragma unroll
-        for (int t = 0; t < 8; t++)
-            store_shared(target + t * 8192 + i * ROWS * 128, chunks[t].x, chunks[t].y, chunks[t].z, chunks[t].w);
+        if (ROPE) *(uint4*)(chunk + 7 * SUB_TILE_BYTES) = make_uint4(words[0], words[1], words[2], words[3]);
     }
     fence_to_matrix_units();
-    if (ready) barrier_arrive(ready);
 }
