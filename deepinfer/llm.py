@@ -6,6 +6,7 @@ print(outputs[0].outputs[0].text)
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from deepinfer.engine.loading import load_engine, resolve_model
 from deepinfer.outputs import CompletionOutput, RequestOutput
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import Detokenizer, StopStrings, Tokenizer, encode_prompt, render_chat
+from deepinfer.structured.matcher import Grammar
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
@@ -85,12 +87,15 @@ class LLM:
         if len(params_list) != len(prompt_list):
             raise ValueError(f"sampling_params must be one or {len(prompt_list)}, got {len(params_list)}")
         token_ids = []
-        for number, (prompt, each) in enumerate(zip(prompt_list, params_list, strict=True)):
+        grammars = [_compiled(self.engine, each) for each in params_list]  # side by side
+        for number, (prompt, each, grammar) in enumerate(zip(prompt_list, params_list, grammars, strict=True)):
             try:
                 token_ids.append(self._encode(prompt))
                 self.engine.validate(token_ids[-1], each)
                 if each.stop and self.tokenizer is None:
                     raise ValueError("stop needs a tokenizer, this model has none")
+                if grammar is not None:
+                    grammar.result()
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}" if len(prompt_list) > 1 else str(error)) from None
         results = [_Result(next(self._request_ids), each, self.tokenizer) for each in params_list]
@@ -151,6 +156,13 @@ class LLM:
             return [self.tokenizer.control_id("bos"), *self.tokenizer.encode_text(prompt)]
         except ValueError as error:
             raise ValueError(f"prompts: {error}") from None
+
+
+def _compiled(engine: Engine, params: Any) -> Future[Grammar] | None:
+    """The grammar of structured output, once it is there."""
+    if not isinstance(params, SamplingParams) or params.so_args is None or engine.grammars is None:
+        return None
+    return engine.compile(params.so_args)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -9,10 +9,11 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+from deepinfer.engine.compiling import Compiling
 from deepinfer.engine.engine import Engine, EngineStats
 from deepinfer.engine.mailbox import Deliver, Leave, News, outputs_of
 from deepinfer.engine.messages import ExpertCommand, ExpertReport, record_experts
@@ -45,6 +46,7 @@ class AsyncEngine:
         self._listeners: dict[str, _Listener] = {}  # engine thread only
         self._stopped: str | None = None  # why
         engine.observer.set_wake(partial(self._inbox.put, engine.before_step))
+        self._compiling = Compiling(lambda: self._inbox.put(self._compiling.enter_done))
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
         self._thread.start()
 
@@ -96,6 +98,11 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """End a request from outside; its consumer gets a last output with finish reason "abort"."""
         self._inbox.put(partial(self._abort, request_id))
+
+    async def compile(self, so_args: Mapping[str, Any]) -> None:
+        """Have the grammar of structured output ready. Raises ValueError naming the field, EngineStoppedError."""
+        self._check_running()
+        await asyncio.wrap_future(self._engine.compile(so_args))
 
     async def record_experts(self, command: ExpertCommand) -> ExpertReport:
         """Start, stop or show the record of how many tokens each expert got. Raises EngineStoppedError."""
@@ -151,13 +158,31 @@ class AsyncEngine:
 
     def _add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: _Listener) -> None:
         try:
+            if params.so_args is not None:
+                grammar = self._engine.compile(params.so_args)
+                if not grammar.done():
+                    if request_id in self._listeners:
+                        raise ValueError(f"request_id {request_id!r} is already in use")
+                    self._listeners[request_id] = listener
+                    enter = partial(self._enter_compiled, request_id, prompt_token_ids, params, listener)
+                    self._compiling.add(request_id, prompt_token_ids, params, grammar, enter)
+                    return
             self._engine.add_request(request_id, prompt_token_ids, params)
             self._listeners[request_id] = listener
         except ValueError as error:
             self._call_in_loop(listener, _deliver_all, [(listener, error)])
 
+    def _enter_compiled(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: _Listener
+    ) -> None:
+        try:
+            self._engine.add_request(request_id, prompt_token_ids, params)
+        except ValueError as error:
+            del self._listeners[request_id]
+            self._call_in_loop(listener, _deliver_all, [(listener, error)])
+
     def _abort(self, request_id: str) -> None:
-        output = self._engine.abort_request(request_id)
+        output = self._compiling.abort(request_id) or self._engine.abort_request(request_id)
         if output is not None:
             self._deliver([output])
 
@@ -165,7 +190,8 @@ class AsyncEngine:
         """The consumer is gone. The id may belong to another request, if this one was refused it."""
         if self._listeners.get(request_id) is listener:
             del self._listeners[request_id]
-            self._engine.abort_request(request_id)
+            if self._compiling.abort(request_id) is None:
+                self._engine.abort_request(request_id)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Hand each output to its listener, with one wake-up per event loop."""

@@ -11,27 +11,27 @@ import logging
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
+from deepinfer.engine.child import Child, default_threads, died_loading, ending, start_error
 from deepinfer.engine.mailbox import Deliver, Leave, outputs_of
 from deepinfer.engine.messages import (
     Abort,
     AddRequest,
-    Connection,
+    Compile,
+    Compiled,
     EngineMessage,
     ExpertCommand,
     ExpertReport,
-    Failed,
     Heartbeat,
     Output,
     Ready,
@@ -43,8 +43,8 @@ from deepinfer.engine.messages import (
     output_from_wire,
     params_to_wire,
 )
+from deepinfer.engine.remote_statistics import RemoteStatistics
 from deepinfer.errors import EngineStoppedError
-from deepinfer.observability.stats import WindowStats
 from deepinfer.outputs import EngineStats, RequestOutput
 from deepinfer.params import SamplingParams
 
@@ -55,7 +55,6 @@ MAX_RESTARTS = 5  # deaths in a row; one that comes after STABLE_SECONDS of serv
 STABLE_SECONDS = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
 CLOSE_SECONDS = 10.0  # how long the process may take to end when it is told to
-_NO_WINDOW = WindowStats(0.0, 0.0, 0, 0, 0.0, 0, 0.0, None, None, None, None)
 
 
 class _Request(NamedTuple):
@@ -64,29 +63,6 @@ class _Request(NamedTuple):
     request_id: str
     prompt_token_ids: list[int]
     deliver: Deliver
-
-
-class RemoteStatistics:
-    """The figures that the process reported last. `totals` count over restarts."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}  # of processes that died
-        self._now: dict[str, float] = {}
-        self._window = _NO_WINDOW
-
-    @property
-    def totals(self) -> dict[str, float]:
-        names = self._before.keys() | self._now.keys()
-        return {name: self._before.get(name, 0.0) + self._now.get(name, 0.0) for name in names}
-
-    def window(self) -> WindowStats:
-        return self._window
-
-    def update(self, window: WindowStats, totals: dict[str, float]) -> None:
-        self._window, self._now = window, totals
-
-    def restart(self) -> None:
-        self._before, self._now, self._window = self.totals, {}, _NO_WINDOW
 
 
 class EngineClient:
@@ -101,6 +77,7 @@ class EngineClient:
         model: "nano" or a checkpoint folder.
         config: of the engine.
         log_level, log_format ("text" or "json"): of the process, which logs to standard error.
+        threads: processor threads of the process; see `default_threads`.
 
     Raises (with `wait`):
         ValueError, OSError: the model or the configuration is bad; the same error as load_engine's.
@@ -108,8 +85,7 @@ class EngineClient:
     """
 
     state: EngineState
-    _process: subprocess.Popen[bytes]
-    _connection: Connection[EngineMessage]
+    _child: Child
 
     def __init__(
         self,
@@ -118,12 +94,15 @@ class EngineClient:
         log_level: str = "warning",
         wait: bool = True,
         log_format: str = "text",
+        threads: int | None = None,
     ):
         self._start = Start(str(model), asdict(config or EngineConfig()), log_level, log_format)
+        self._threads = threads or default_threads()
         self._silence = envs.get("DEEPINFER_ENGINE_TIMEOUT")
         self._requests: dict[int, _Request] = {}
         self._numbers: dict[str, int] = {}  # of the requests in progress
         self._expert_reports: deque[asyncio.Future[ExpertReport]] = deque()  # asked for, in this order
+        self._compiles: dict[int, asyncio.Future[None]] = {}
         self._next_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog: asyncio.TimerHandle | None = None
@@ -144,17 +123,17 @@ class EngineClient:
     def _wait_until_ready(self) -> None:
         try:
             while self.state == "starting":
-                select.select([self._connection.sock], [], [])
-                for message in self._connection.receive():
+                select.select([self._child.connection.sock], [], [])
+                for message in self._child.connection.receive():
                     self._handle(message)
         except EOFError:
             self.state = "dead"
-            self.start_error = _died_loading(self._process.wait())
+            self.start_error = died_loading(self._child.process.wait())
         except BaseException:
-            self._kill()
+            self._child.kill()
             raise
         if self.start_error is not None:
-            self._kill()
+            self._child.kill()
             raise self.start_error from None
 
     @property
@@ -169,7 +148,7 @@ class EngineClient:
     @property
     def pid(self) -> int:
         """Of the engine process."""
-        return self._process.pid
+        return self._child.process.pid
 
     def attach(self) -> None:
         """Listen to the process in the running event loop. `generate` does it too."""
@@ -233,6 +212,20 @@ class EngineClient:
         if request_id in self._numbers:
             self._send(Abort(self._numbers[request_id]))
 
+    async def compile(self, so_args: Mapping[str, Any]) -> None:
+        """Have the grammar of structured output ready. Raises ValueError naming the field, EngineStoppedError."""
+        self.attach()
+        self._check_running()
+        number = self._next_number
+        self._next_number += 1
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._compiles[number] = answer
+        try:
+            self._send(Compile(number, dict(so_args)))
+            await answer
+        finally:
+            self._compiles.pop(number, None)
+
     async def record_experts(self, command: ExpertCommand) -> ExpertReport:
         """Start, stop or show the record of how many tokens each expert got.  Raises EngineStoppedError."""
         self.attach()
@@ -259,19 +252,19 @@ class EngineClient:
             self.state = "dead"
             self._reason = "the engine is closed"
             try:
-                self._connection.sock.shutdown(socket.SHUT_WR)
-                self._process.wait(CLOSE_SECONDS if was_ready else 0)  # one that loads a model does not listen
+                self._child.connection.sock.shutdown(socket.SHUT_WR)
+                self._child.process.wait(CLOSE_SECONDS if was_ready else 0)  # one that loads a model does not listen
             except (OSError, subprocess.TimeoutExpired):
-                self._kill()
+                self._child.kill()
             if self._loop is None or self._loop.is_closed():
-                self._connection.sock.close()
+                self._child.connection.sock.close()
             elif self._loop is _running_loop():
                 self._hang_up()
             else:
                 try:
                     self._loop.call_soon_threadsafe(self._hang_up)
                 except RuntimeError:  # closed a moment ago
-                    self._connection.sock.close()
+                    self._child.connection.sock.close()
 
     def _check_running(self) -> None:
         if self.state != "ready":
@@ -283,59 +276,45 @@ class EngineClient:
         self.state = "starting"
         if not self._was_ready:
             self._reason = "the engine is starting: it loads the model"
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "deepinfer.engine.process", str(theirs.fileno())]
-        try:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self._connection = Connection(ours, EngineMessage)
+        self._child = Child(self._threads)
         self._heard = time.monotonic()
         self._send(self._start)
 
-    def _kill(self) -> int:
-        """Returns the exit code."""
-        self._process.kill()
-        return self._process.wait()
-
     def _send(self, message: ServerMessage) -> None:
         try:
-            self._connection.send(message)
+            self._child.connection.send(message)
         except OSError:
             return  # it died: reading says so as well, and there it is dealt with
-        if self._connection.has_unsent and self._loop is not None:
-            self._loop.add_writer(self._connection.sock, self._flush)
+        if self._child.connection.has_unsent and self._loop is not None:
+            self._loop.add_writer(self._child.connection.sock, self._flush)
 
     def _flush(self) -> None:
         assert self._loop is not None
         try:
-            self._connection.flush()
+            self._child.connection.flush()
         except OSError:
-            self._loop.remove_writer(self._connection.sock)
-        if not self._connection.has_unsent:
-            self._loop.remove_writer(self._connection.sock)
+            self._loop.remove_writer(self._child.connection.sock)
+        if not self._child.connection.has_unsent:
+            self._loop.remove_writer(self._child.connection.sock)
 
     def _listen(self) -> None:
         assert self._loop is not None
-        self._loop.add_reader(self._connection.sock, self._on_readable)
-        if self._connection.has_unsent:
-            self._loop.add_writer(self._connection.sock, self._flush)
+        self._loop.add_reader(self._child.connection.sock, self._on_readable)
+        if self._child.connection.has_unsent:
+            self._loop.add_writer(self._child.connection.sock, self._flush)
         self._heard = time.monotonic()
         self._watch_silence()
 
     def _on_readable(self) -> None:
         self._heard = time.monotonic()
         try:
-            for message in self._connection.receive():
+            for message in self._child.connection.receive():
                 self._handle(message)
         except EOFError:
             self._hang_up()
         except Exception:
             logger.exception("a message of the engine process could not be handled")
-            self._process.kill()
+            self._child.process.kill()
 
     def _handle(self, message: EngineMessage) -> None:
         if isinstance(message, StepOutputs):
@@ -347,6 +326,13 @@ class EngineClient:
             self.statistics.update(message.window, message.totals)
         elif isinstance(message, ExpertReport):
             self._expert_reports.popleft().set_result(message)
+        elif isinstance(message, Compiled):
+            answer = self._compiles.get(message.number)
+            if answer is not None and not answer.done():
+                if message.error is None:
+                    answer.set_result(None)
+                else:
+                    answer.set_exception(ValueError(message.error))
         elif isinstance(message, Refused):
             request = self._requests.get(message.number)
             if request is not None:
@@ -357,7 +343,7 @@ class EngineClient:
             self._stats = message.stats
             self.state, self._ready_since, self._was_ready = "ready", time.monotonic(), True
         elif not self._was_ready:  # starting it again would end in the same way
-            self.state, self.start_error = "dead", _start_error(message)
+            self.state, self.start_error = "dead", start_error(message)
             self._reason = str(self.start_error)
         else:
             logger.error("the engine could not be restarted: %s", message.message)
@@ -386,18 +372,18 @@ class EngineClient:
             return
         if self.state == "ready" and time.monotonic() - self._heard > self._silence:
             logger.error("the engine process has been silent for %g s: it is killed", self._silence)
-            self._process.kill()
+            self._child.process.kill()
             return
         self._watchdog = self._loop.call_later(min(1.0, self._silence / 4), self._watch_silence)
 
     def _hang_up(self) -> None:
         """The process is dead, or about to be: fail its requests and plan a restart."""
-        if self._connection.sock.fileno() < 0:
+        if self._child.connection.sock.fileno() < 0:
             return
         assert self._loop is not None
-        self._loop.remove_reader(self._connection.sock)
-        self._loop.remove_writer(self._connection.sock)
-        self._connection.sock.close()
+        self._loop.remove_reader(self._child.connection.sock)
+        self._loop.remove_writer(self._child.connection.sock)
+        self._child.connection.sock.close()
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._closed:
@@ -415,28 +401,31 @@ class EngineClient:
         self.statistics.restart()
         while self._expert_reports:
             self._expert_reports.popleft().set_exception(EngineStoppedError(self._reason))
+        for answer in self._compiles.values():
+            if not answer.done():
+                answer.set_exception(EngineStoppedError(self._reason))
         requests, self._requests, self._numbers = self._requests, {}, {}
         for request in requests.values():
             request.deliver(EngineStoppedError(self._reason))
 
     def _fail_to_start(self) -> None:
         """The process ended before it was ready, having said why or not."""
-        code = self._kill()
+        code = self._child.kill()
         if self.start_error is None:
-            self.start_error = _died_loading(code)
+            self.start_error = died_loading(code)
         self.state, self._reason = "dead", str(self.start_error)
 
     async def _restart_after_death(self) -> None:
-        process = self._process
+        process = self._child.process
         process.kill()  # it may have closed its socket only
         code = await asyncio.to_thread(process.wait)
         if self._deaths > MAX_RESTARTS:
             self.state = "dead"
             self._reason = f"the engine process died {self._deaths} times in a row"
-            logger.error("the engine process %s; %d restarts failed: giving up", _ending(code), MAX_RESTARTS)
+            logger.error("the engine process %s; %d restarts failed: giving up", ending(code), MAX_RESTARTS)
             return
         pause = min(FIRST_PAUSE * 2 ** (self._deaths - 1), LONGEST_PAUSE)
-        logger.error("the engine process %s; it is restarted in %g s", _ending(code), pause)
+        logger.error("the engine process %s; it is restarted in %g s", ending(code), pause)
         await asyncio.sleep(pause)
         with self._closing:
             if not self._closed:
@@ -450,19 +439,3 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _ending(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-
-def _died_loading(code: int) -> EngineStoppedError:
-    return EngineStoppedError(f"the engine process {_ending(code)} while it loaded the model")
-
-
-def _start_error(failed: Failed) -> Exception:
-    if failed.kind == "value":
-        return ValueError(failed.message)
-    if failed.kind == "os":
-        return OSError(0, failed.message, failed.filename)
-    return EngineStoppedError(f"the engine could not be loaded: {failed.kind}: {failed.message}")

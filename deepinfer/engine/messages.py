@@ -62,7 +62,14 @@ class RecordExperts(_Message, tag=4):
     command: ExpertCommand
 
 
-ServerMessage = Start | AddRequest | Abort | RecordExperts
+class Compile(_Message, tag=5):
+    """Have a grammar ready. Answered with Compiled, when it is."""
+
+    number: int
+    so_args: dict[str, Any]
+
+
+ServerMessage = Start | AddRequest | Abort | RecordExperts | Compile
 
 
 class Ready(_Message, tag=1):
@@ -129,7 +136,14 @@ class ExpertReport(_Message, tag=6):
     counts: list[list[int]] | None = None
 
 
-EngineMessage = Ready | Failed | Refused | StepOutputs | Heartbeat | ExpertReport
+class Compiled(_Message, tag=7):
+    """`error` says why there is no such grammar."""
+
+    number: int
+    error: str | None = None
+
+
+EngineMessage = Ready | Failed | Refused | StepOutputs | Heartbeat | ExpertReport | Compiled
 
 
 def record_experts(experts: ExpertRecord, command: ExpertCommand) -> ExpertReport:

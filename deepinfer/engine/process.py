@@ -14,12 +14,18 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from deepinfer import envs
+from deepinfer.engine.compiling import Compiling
 from deepinfer.engine.messages import (
     Abort,
     AddRequest,
+    Compile,
+    Compiled,
     Connection,
     Failed,
     Heartbeat,
@@ -115,6 +121,8 @@ class EngineLoop:
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
         engine.observer.set_wake(self._wake)
+        self.compiling = Compiling(self._wake)
+        self.compiled: deque[Compiled] = deque()  # answers that are to be sent
 
     def run(self) -> None:
         """Until the server closes its side (EOFError)."""
@@ -152,17 +160,48 @@ class EngineLoop:
     def _obey(self) -> None:
         for message in self.connection.receive():
             if isinstance(message, AddRequest):
-                try:
-                    params = SamplingParams(**message.params)
-                    self.engine.add_request(str(message.number), message.prompt_token_ids, params)
-                except ValueError as error:
-                    self.connection.send(Refused(message.number, str(error)))
+                self._add(message)
+            elif isinstance(message, Compile):
+                self._compile(message)
             elif isinstance(message, RecordExperts):
                 self.connection.send(record_experts(self.engine.observer.stats.experts, message.command))
             elif isinstance(message, Abort):
-                output = self.engine.abort_request(str(message.number))
+                request_id = str(message.number)
+                output = self.compiling.abort(request_id) or self.engine.abort_request(request_id)
                 if output is not None:
                     self._send([output])
+        self.compiling.enter_done()
+        while self.compiled:
+            self.connection.send(self.compiled.popleft())
+
+    def _add(self, message: AddRequest, is_compiled: bool = False) -> None:
+        request_id = str(message.number)
+        try:
+            params = SamplingParams(**message.params)
+            if params.so_args is not None and not is_compiled:
+                self.engine.validate(message.prompt_token_ids, params)
+                grammar = self.engine.compile(params.so_args)
+                if not grammar.done():
+                    enter = partial(self._add, message, True)
+                    self.compiling.add(request_id, message.prompt_token_ids, params, grammar, enter)
+                    return
+            self.engine.add_request(request_id, message.prompt_token_ids, params)
+        except ValueError as error:
+            self.connection.send(Refused(message.number, str(error)))
+
+    def _compile(self, message: Compile) -> None:
+        def done(grammar: Future[Any]) -> None:
+            """In the thread that compiles: the answer leaves from the engine's."""
+            error = grammar.exception()
+            if error is not None and not isinstance(error, ValueError):
+                logger.error("a grammar could not be compiled", exc_info=error)
+            self.compiled.append(Compiled(message.number, None if error is None else str(error)))
+            self._wake()
+
+        try:
+            self.engine.compile(message.so_args).add_done_callback(done)
+        except ValueError as error:
+            self.connection.send(Compiled(message.number, str(error)))
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         """The news, and a heartbeat when one is due or the last request is done: figures at rest are exact."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -15,10 +16,11 @@ from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.matcher import Grammar
 from deepinfer.structured.vocabulary import Vocabulary
 
+logger = logging.getLogger(__name__)
 THREADS = 2
 CACHED_GRAMMARS = 256
 CACHED_BYTES = 16 * 1024 * 1024  # of schemas; what a library makes of them is some hundred times as much at most
-MAX_WAITING = 1024
+MAX_WAITING = 16_384
 _NICENESS = 19  # threads that step come first
 _Key = tuple[str, str]
 
@@ -75,7 +77,14 @@ class GrammarCompiler:
                 self._vocabulary = self._load_vocabulary()
                 self._backend = make_backend(self._backend_name, self._vocabulary)
         assert self._vocabulary is not None
-        return Grammar(constraint, self._backend.compile(constraint), self._backend, self._vocabulary)
+        try:
+            compiled = self._backend.compile(constraint)
+        except ValueError:
+            raise
+        except BaseException as error:  # a library's fault (a panic is no Exception) is no reason to stop serving
+            logger.exception("a grammar could not be compiled")
+            raise ValueError(f"so_args.schema could not be compiled: {error}") from None
+        return Grammar(constraint, compiled, self._backend, self._vocabulary)
 
     def _forget_failure(self, key: _Key, done: Future[Grammar]) -> None:
         """Errors are not kept: they may be of a moment (too slow), and their text is the client's."""
