@@ -6,6 +6,7 @@ next step on the device, and what the host wants of them is copied down behind t
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -68,16 +69,20 @@ def launch_sample(
     bitmask = token_bitmask(sequences, logits.shape[1])
     if bitmask is not None:
         edited = ops.apply_token_bitmask(edited, upload(bitmask, logits.device))
-    packed = pack_parameters(sequences, logits.shape[1])
-    counts = packed[3]
-    most_candidates = int(counts.max(where=counts < logits.shape[1], initial=0))
-    parameters = upload(packed, logits.device)
+    is_forced = any(seq.params.golden_token_ids is not None for seq in sequences)
+    if not is_forced and all(seq.params.is_greedy for seq in sequences):
+        parameters, most_candidates = greedy_parameters(len(sequences), logits.shape[1], logits.device), 0
+    else:
+        packed = pack_parameters(sequences, logits.shape[1])
+        counts = packed[3]
+        most_candidates = int(counts.max(where=counts < logits.shape[1], initial=0))
+        parameters = upload(packed, logits.device)
     temperature, top_p, min_p = parameters[:3].view(torch.float64)
     num_candidates, seeds, counters, golden = parameters[3:]
     token_ids, largest = ops.draw_tokens(
         edited, temperature, num_candidates, most_candidates, top_p, min_p, seeds, counters
     )
-    if any(seq.params.golden_token_ids is not None for seq in sequences):
+    if is_forced:
         token_ids = torch.where(golden == NO_TOKEN, token_ids, golden)
     groups = launch_logprobs(logits, token_ids, sequences)
     download = Download([token_ids, largest, *(tensor for group in groups for tensor in group.tensors)])
@@ -92,11 +97,30 @@ def pack_parameters(sequences: Sequence[SampledSequence], vocab_size: int) -> np
     floats[0] = [0.0 if p.is_greedy else p.temperature for p in params]
     floats[1] = [p.top_p for p in params]
     floats[2] = [p.min_p for p in params]
-    packed[3] = [vocab_size if p.is_greedy else _num_candidates(p, vocab_size) for p in params]
+    packed[3] = vocab_size
+    for row, p in enumerate(params):
+        if not p.is_greedy and (p.top_k or p.force_topk):
+            packed[3, row] = _num_candidates(p, vocab_size)
     packed[4] = np.array([seq.seed for seq in sequences], np.uint64).view(np.int64)
     packed[5] = [seq.num_output_tokens for seq in sequences]
-    packed[6] = [_golden_token(seq) for seq in sequences]
+    packed[6] = NO_TOKEN
+    for row, p in enumerate(params):
+        if p.golden_token_ids is not None:
+            packed[6, row] = _golden_token(sequences[row])
     return packed
+
+
+def greedy_parameters(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
+    """`pack_parameters` of greedy rows, on the device: nothing of a greedy row changes from step to step."""
+    return _greedy_parameters(1 << (num_rows - 1).bit_length(), vocab_size, device)[:, :num_rows]
+
+
+@lru_cache(maxsize=64)
+def _greedy_parameters(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
+    packed = np.zeros((7, num_rows), np.int64)
+    packed[1].view(np.float64).fill(1.0)
+    packed[3], packed[6] = vocab_size, NO_TOKEN
+    return upload(packed, device)
 
 
 def _num_candidates(params: SamplingParams, vocab_size: int) -> int:
