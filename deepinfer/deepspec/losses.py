@@ -14,6 +14,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """What a draft says of N blocks of B tokens, each given the true tokens before it."""
+
+    logits: Tensor  # float32 [N, B, V]
+    scores: Tensor | None  # float32 [N, B] raw confidences; None: the draft has none
+
+
+@dataclass(frozen=True)
 class LossWeights:
     """Of the three terms, and how fast later positions of a block lose weight: exp(-k / gamma)."""
 

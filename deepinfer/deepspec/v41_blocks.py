@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.deepspec.losses import Blocks
 from deepinfer.models.checkpoint_format import parameter_specs
 from deepinfer.models.layers.rope import apply_rope, rope_frequencies, rope_table
 from deepinfer.models.reference import Numerics, Weights, routed_experts
@@ -76,11 +77,10 @@ def initial_masters(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """N = R * A blocks."""
+class V41Blocks(Blocks):
+    """N = R * A blocks of the head, and how its experts were used."""
 
-    logits: Tensor  # float32 [N, B, V], Markov term included
-    scores: Tensor  # float32 [N, B], raw confidences
+    scores: Tensor
     expert_counts: Tensor  # [stages, E], choices of each expert
     balance_loss: Tensor  # []
 
@@ -105,7 +105,7 @@ class BlockModel:
         self.swiglu = partial(fast_model.swiglu, limit=config.swiglu_limit)
         self.grouped = fast_ops.GroupedExperts(self.swiglu, lambda f: f) if embed.is_cuda else None
 
-    def __call__(self, w: Weights, taps: Tensor, tokens: Tensor, anchors: Tensor) -> Blocks:
+    def __call__(self, w: Weights, taps: Tensor, tokens: Tensor, anchors: Tensor) -> V41Blocks:
         """taps [R, T, n * D], tokens int64 [R, T + 1], anchors int64 [R, A], each at most T - 1 - B."""
         config, size, eps = self.config, self.size, self.config.rms_norm_eps
         rows, num_anchors = anchors.shape
@@ -142,7 +142,7 @@ class BlockModel:
         features = torch.cat((u, e), dim=-1).detach().float()  # confidence learns from the draft, not the other way
         scores = features @ w[f"{last}.confidence_head.proj.weight"][0].float()
         shape = (rows * num_anchors, size)
-        return Blocks(
+        return V41Blocks(
             logits.reshape(*shape, -1), scores.reshape(shape), torch.stack(counts), torch.stack(balance).mean()
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.deepspec.targets import with_draft_layers
 from deepinfer.deepspec.v41_blocks import draft_kinds
 from deepinfer.models.checkpoint_format import parameter_specs, stored_tensors
 from deepinfer.models.draft_head import CALIBRATION_NAME
@@ -21,12 +21,6 @@ from deepinfer.models.writer import quantize
 from deepinfer.train.parameters import ROUNDING
 
 HEAD_NAME = "model-draft.safetensors"
-
-
-def with_draft_layers(config: ModelConfig, stages: int) -> ModelConfig:
-    """The same model with `stages` draft layers."""
-    ratios = (*config.compress_ratios[: config.num_hidden_layers], *[0] * stages)
-    return replace(config, num_nextn_predict_layers=stages, compress_ratios=ratios)
 
 
 def head_weights(config: ModelConfig, masters: dict[str, Tensor]) -> Weights:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,39 +24,13 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec.losses import LossWeights, block_losses
+from deepinfer.deepspec.targets import V41Target, with_draft_layers
 from deepinfer.deepspec.v41_blocks import BlockModel, draft_kinds, initial_masters
-from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, head_weights, with_draft_layers, write_head
-from deepinfer.models.loader import is_text, load_weights
-from deepinfer.models.reference import Weights
+from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, head_weights, write_head
 from deepinfer.train.batches import Batches, load_rows
-from deepinfer.train.export import token_map_of
-from deepinfer.train.fast_model import FastModel
 from deepinfer.train.optimizer import Optimizer, Rates
 from deepinfer.train.parameters import Parameters
 from deepinfer.train.pretrain import Run, Schedule, StepResult, train
-
-
-@dataclass
-class Target:
-    """The frozen target of a run."""
-
-    model: FastModel
-    weights: Weights
-    head: Tensor  # float32 [V, D]
-
-    @classmethod
-    def load(cls, folder: Path, config: ModelConfig, length: int, device: str) -> Target:
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        weights = load_weights(folder, ModelConfig.from_file(folder), dtype, device, include=is_text)
-        token_map = token_map_of(folder, config)
-        model = FastModel(config, token_map, length, device, tap_layers=config.dspark_target_layer_ids, flex=False)
-        return cls(model, weights, weights["head.weight"].float())
-
-    @torch.no_grad()
-    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens int64 [R, T] -> taps [R, T, n * D] and final normed hidden states [R, T, D]."""
-        y, info = self.model.hidden(self.weights, tokens, train=False)
-        return torch.cat(info.taps, dim=-1), y
 
 
 def pick_anchors(counted: Tensor, num_anchors: int, block_size: int) -> Tensor:
@@ -74,7 +48,7 @@ def blocks_of(x: Tensor, anchors: Tensor, block_size: int) -> Tensor:
 
 
 def gradient_step(
-    target: Target,
+    target: V41Target,
     model: BlockModel,
     parameters: Parameters,
     loss_weights: LossWeights,
@@ -131,8 +105,8 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(options.seed)
     started = time.perf_counter()
-    target = Target.load(options.target, config, options.length, options.device)
-    model = BlockModel(config, target.weights["embed.weight"], target.head, options.length)
+    target = V41Target(options.target, options.length, options.device)
+    model = BlockModel(config, target.embed, target.head, options.length)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     parameters = Parameters(draft_kinds(config), initial_masters(config, options.seed), options.device, dtype)
     optimizer = Optimizer(parameters, Rates())

@@ -1,0 +1,116 @@
+"""Sequential temperature scaling of the confidences, and how well calibrated they are (DSpark, section 3.2).
+
+Scheduling uses survival, the product of the confidences up to a draft. One temperature a position is fitted from left
+to right: each makes the survival of its position, given the temperatures before it, most likely. It divides the raw
+score, so the order of drafts of one position stays as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepinfer.deepspec.acceptance import Judged
+
+NUM_BINS = 15
+COARSE = torch.logspace(-1, 1.3, 70, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Observations:
+    """M blocks whose B drafts could all be judged."""
+
+    scores: Tensor  # float64 [M, B]
+    survived: Tensor  # float64 [M, B], 1 where all drafts up to this one were accepted
+
+    @classmethod
+    def of(cls, judged: list[Judged]) -> Observations:
+        """Every position of every answer, not only those at which rounds started.
+
+        Raises:
+            ValueError: the draft has no confidence head, or no block is complete.
+        """
+        scores, survived = [], []
+        for one in judged:
+            if one.scores is None:
+                raise ValueError("draft: it has no confidence head, allowed: an algorithm with one (dspark)")
+            whole = one.remaining >= one.accepted.shape[1]
+            scores.append(one.scores[whole].double())
+            survived.append(one.accepted[whole].long().cumprod(1).double())
+        observations = cls(torch.cat(scores), torch.cat(survived))
+        if not len(observations.scores):
+            raise ValueError("answers: none is long enough for a whole block")
+        return observations
+
+
+def survival(scores: Tensor, temperatures: list[float]) -> Tensor:
+    """[M, B]: product of the calibrated confidences up to each draft."""
+    heat = torch.tensor(temperatures, dtype=scores.dtype)
+    return torch.sigmoid(scores / heat).cumprod(1)
+
+
+def _likelihood(probability: Tensor, happened: Tensor) -> float:
+    p = probability.clamp(1e-6, 1 - 1e-6)
+    return float((happened * p.log() + (1 - happened) * (1 - p).log()).mean())
+
+
+def fit_temperatures(observations: Observations) -> list[float]:
+    """One temperature a position, by a coarse and a fine search over 0.1 to 20."""
+    behind = torch.ones(len(observations.scores), dtype=torch.float64)
+    temperatures = []
+    for k in range(observations.scores.shape[1]):
+        score, happened = observations.scores[:, k], observations.survived[:, k]
+
+        def quality(heat: float, score: Tensor = score, happened: Tensor = happened, behind: Tensor = behind) -> float:
+            return _likelihood(behind * torch.sigmoid(score / heat), happened)
+
+        best = max(COARSE.tolist(), key=quality)
+        best = max((best * f for f in torch.linspace(0.94, 1.06, 25, dtype=torch.float64).tolist()), key=quality)
+        temperatures.append(round(best, 4))
+        behind = behind * torch.sigmoid(score / best)
+    return temperatures
+
+
+def expected_calibration_error(probability: Tensor, happened: Tensor) -> float:
+    """Mean over bins of equal width of |mean probability - share that happened|, weighted by their counts."""
+    error = 0.0
+    for _, predicted, share, count in reliability(probability, happened):
+        error += abs(predicted - share) * count / probability.numel()
+    return error
+
+
+def reliability(probability: Tensor, happened: Tensor) -> list[tuple[int, float, float, int]]:
+    """(bin, mean probability, share that happened, count) of the bins that have any. Tensors of one shape."""
+    p, y = probability.flatten(), happened.flatten()
+    bins = (p * NUM_BINS).long().clamp_max(NUM_BINS - 1)
+    rows = []
+    for b in range(NUM_BINS):
+        inside = bins == b
+        if inside.any():
+            rows.append((b, float(p[inside].mean()), float(y[inside].mean()), int(inside.sum())))
+    return rows
+
+
+def plot_reliability(path: Path, curves: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Reliability diagram of each named (probability, happened), with its expected calibration error.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install 'deepinfer[train]'") from None
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="grey", linestyle=":", label="perfect")
+    for name, (probability, happened) in curves.items():
+        rows = reliability(probability, happened)
+        label = f"{name}, ECE {expected_calibration_error(probability, happened):.3f}"
+        axes.plot([r[1] for r in rows], [r[2] for r in rows], marker="o", label=label)
+    axes.set(xlabel="predicted survival", ylabel="share that survived", xlim=(0, 1), ylim=(0, 1))
+    axes.legend(loc="upper left")
+    figure.savefig(path)

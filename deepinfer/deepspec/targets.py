@@ -1,0 +1,127 @@
+"""The models that drafts are trained for, frozen: a V4.1 checkpoint, or any causal model that `transformers` loads.
+
+A target gives, for whole rows of tokens, its *taps* (hidden states of a few layers, side by side) and its final normed
+hidden states, of which `head` makes logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepinfer.config.model import ModelConfig
+from deepinfer.config.spelling import model_type, read_config
+from deepinfer.models.loader import is_text, load_weights
+from deepinfer.models.reference import Weights
+from deepinfer.train.export import token_map_of
+from deepinfer.train.fast_model import FastModel
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a draft must know of its target."""
+
+    hidden_size: int
+    vocab_size: int
+    num_taps: int
+
+
+class Target(Protocol):
+    """A frozen target on one device."""
+
+    shape: Shape
+    embed: Tensor  # [V, D]
+    head: Tensor  # float32 [V, D]
+
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens int64 [R, T] -> taps [R, T, num_taps * D], final normed hidden states [R, T, D]."""
+        ...
+
+
+class V41Target:
+    """A checkpoint of the V4.1 architecture, taps at its dspark_target_layer_ids. Rows have exactly `length` tokens."""
+
+    def __init__(self, folder: Path, length: int, device: str) -> None:
+        config = ModelConfig.from_file(folder)
+        if not config.dspark_target_layer_ids:
+            raise ValueError("config: dspark_target_layer_ids is empty, a draft head reads at least one layer")
+        self.config = config
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.weights: Weights = load_weights(folder, config, dtype, device, include=is_text)
+        self.model = FastModel(
+            config,
+            token_map_of(folder, config),
+            length,
+            device,
+            tap_layers=config.dspark_target_layer_ids,
+            flex=False,
+        )
+        self.embed, self.head = self.weights["embed.weight"], self.weights["head.weight"].float()
+        self.shape = Shape(config.hidden_size, config.vocab_size, len(config.dspark_target_layer_ids))
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, info = self.model.hidden(self.weights, tokens, train=False)
+        return torch.cat(info.taps, dim=-1), hidden
+
+
+class HuggingFaceTarget:
+    """A local causal language model of `transformers`, taps at the outputs of `tap_layers`."""
+
+    def __init__(self, folder: Path, device: str, tap_layers: tuple[int, ...] = ()) -> None:
+        from transformers import AutoModelForCausalLM
+
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model.to(device).eval().requires_grad_(False)
+        self.model = model
+        depth = self.model.config.num_hidden_layers
+        self.tap_layers = tap_layers or spread_layers(depth)
+        for layer in self.tap_layers:
+            if not 0 <= layer < depth:
+                raise ValueError(f"tap_layers: {layer}, allowed: 0..{depth - 1}")
+        self.embed = self.model.get_input_embeddings().weight
+        self.head = self.model.get_output_embeddings().weight.float()
+        self.shape = Shape(self.embed.shape[1], self.embed.shape[0], len(self.tap_layers))
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        states = self.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+        return torch.cat([states[layer + 1] for layer in self.tap_layers], dim=-1), states[-1]
+
+
+def spread_layers(depth: int, count: int = 3) -> tuple[int, ...]:
+    """`count` layers from the second to the last but one, evenly spread; all of a shallower model."""
+    if depth <= count:
+        return tuple(range(depth))
+    first, last = 1, max(depth - 2, 1)
+    return tuple(sorted({first + round(i * (last - first) / (count - 1)) for i in range(count)}))
+
+
+def is_v41(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` is of the V4.1 architecture."""
+    return model_type(read_config(folder)) == "deepseek_v41"
+
+
+def load_target(folder: Path, length: int, device: str) -> V41Target | HuggingFaceTarget:
+    """The target in `folder` for rows of `length` tokens.
+
+    Raises:
+        ValueError: there is no model that can be loaded.
+    """
+    if is_v41(folder):
+        return V41Target(folder, length, device)
+    try:
+        return HuggingFaceTarget(folder, device)
+    except (OSError, ImportError, KeyError) as error:
+        raise ValueError(f"target: {folder} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
+
+
+def with_draft_layers(config: ModelConfig, stages: int) -> ModelConfig:
+    """The same model with `stages` draft layers."""
+    ratios = (*config.compress_ratios[: config.num_hidden_layers], *[0] * stages)
+    return replace(config, num_nextn_predict_layers=stages, compress_ratios=ratios)

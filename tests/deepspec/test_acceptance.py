@@ -1,0 +1,178 @@
+"""Acceptance along the target's answers equals what speculative sampling does, run for real on small Markov chains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepinfer.deepspec.acceptance import Acceptance, Answer, Judged, acceptance_of, judge
+from deepinfer.deepspec.calibration import (
+    Observations,
+    expected_calibration_error,
+    fit_temperatures,
+    plot_reliability,
+    reliability,
+    survival,
+)
+from deepinfer.deepspec.losses import Blocks
+from deepinfer.deepspec.targets import Shape
+
+VOCAB, SIZE, LENGTH = 6, 3, 256
+
+
+class ChainTarget:
+    """p(next | token) is a row of a table: the hidden state is the one-hot token, the head is the table."""
+
+    def __init__(self, seed: int) -> None:
+        logits = 2.0 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+        self.embed, self.head = torch.eye(VOCAB), logits.T.contiguous()
+        self.shape = Shape(VOCAB, VOCAB, 1)
+
+    def __call__(self, tokens):
+        hidden = F.one_hot(tokens, VOCAB).float()
+        return hidden, hidden
+
+    def probabilities(self, temperature: float) -> torch.Tensor:
+        if temperature == 0:
+            return F.one_hot(self.head.T.argmax(-1), VOCAB).double()
+        return torch.softmax(self.head.T.double() / temperature, -1)
+
+
+def chain_draft(head: torch.Tensor, with_scores: bool = False):
+    """Drafts from another table, which is told the true tokens before each."""
+
+    def draft(taps, tokens, anchors):
+        at = anchors.unsqueeze(-1) + 1 + torch.arange(SIZE)
+        known = tokens[0, at[0]]
+        scores = known.float() - 2 if with_scores else None
+        return Blocks(F.one_hot(known, VOCAB).float() @ head.T, scores)
+
+    return draft
+
+
+def write_answers(p: torch.Tensor, count: int, num_tokens: int, seed: int, temperature: float) -> list[Answer]:
+    generator, answers = torch.Generator().manual_seed(seed), []
+    for _ in range(count):
+        ids = [0]
+        for _ in range(num_tokens):
+            ids.append(int(torch.multinomial(p[ids[-1]], 1, generator=generator)))
+        answers.append(Answer(ids, num_tokens, temperature))
+    return answers
+
+
+def speculate(p: torch.Tensor, q: torch.Tensor, rounds: int, seed: int) -> float:
+    """Tokens a round of the textbook algorithm: draft from q, accept with min(1, p / q), resample or add a bonus."""
+    generator = torch.Generator().manual_seed(seed)
+    token, emitted = 0, 0
+    for _ in range(rounds):
+        drafts, previous = [], token
+        for _ in range(SIZE):
+            previous = int(torch.multinomial(q[previous], 1, generator=generator))
+            drafts.append(previous)
+        for draft in drafts:
+            before = token
+            if float(torch.rand(1, generator=generator)) < min(1.0, float(p[before, draft] / q[before, draft])):
+                token, emitted = draft, emitted + 1
+            else:
+                rest = (p[before] - q[before]).clamp_min(0)
+                token = int(torch.multinomial(rest / rest.sum(), 1, generator=generator))
+                break
+        else:
+            token = int(torch.multinomial(p[token], 1, generator=generator))
+        emitted += 1
+    return emitted / rounds
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_mean_length_is_that_of_speculative_sampling(temperature):
+    target = ChainTarget(0)
+    other = target.head + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
+    p = target.probabilities(temperature)
+    q = torch.softmax(other.T.double() / temperature, -1)
+    answers = write_answers(p, 50, 240, 2, temperature)  # long: their ends cut rounds short
+    judged = [judge(target, chain_draft(other), a, LENGTH, SIZE, seed=i) for i, a in enumerate(answers)]
+    measured = acceptance_of(judged)
+    real = speculate(p, q, 4000, 3)
+    assert measured.mean_length == pytest.approx(real, abs=0.09)
+    assert 1.3 < real < 3.7  # neither never nor always
+    assert measured.rounds > 1000
+
+
+def test_greedy_answers_need_the_same_token():
+    target = ChainTarget(0)
+    p = target.probabilities(0.0)
+    (answer,) = write_answers(p, 1, 40, 0, 0.0)
+    same = acceptance_of([judge(target, chain_draft(target.head), answer, LENGTH, SIZE)])
+    never = acceptance_of([judge(target, chain_draft(-target.head), answer, LENGTH, SIZE)])
+    # 40 tokens: the first comes with the prompt; rounds of 4, the last of what is left.
+    assert same == Acceptance(10, 39, 3.9, [1.0, 1.0, 1.0])
+    assert never.mean_length == 1.0 and never.by_position == [0.0, 0.0, 0.0]
+
+
+def test_rounds_walk_past_the_added_token():
+    accepted = torch.tensor(
+        [[1, 1, 0], [0, 0, 0], [0, 0, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0], [0, 0, 0]], dtype=torch.bool
+    )
+    remaining = torch.tensor([7, 6, 5, 4, 3, 2, 1])
+    judged = Judged(accepted, remaining, None)
+    assert judged.rounds() == [(0, 2), (3, 3)]
+    assert acceptance_of([judged]) == Acceptance(2, 7, 3.5, [1.0, 1.0, 0.5])
+
+
+@pytest.mark.parametrize("ids,num", [([1, 2, 3], 3), ([1, 2], 1), ([1] * 260, 200)])
+def test_answers_that_cannot_be_judged_are_refused(ids, num):
+    with pytest.raises(ValueError, match="answer"):
+        judge(ChainTarget(0), chain_draft(torch.eye(VOCAB)), Answer(ids, num, 0.0), LENGTH, SIZE)
+
+
+# ------------------------------------------------------------------ calibration
+
+
+def observations(true_heat: list[float], count: int = 6000) -> Observations:
+    """Scores that are too bold or too shy by known temperatures."""
+    generator = torch.Generator().manual_seed(0)
+    scores = 3 * torch.randn(count, len(true_heat), generator=generator, dtype=torch.float64) + 1
+    p = torch.sigmoid(scores / torch.tensor(true_heat))
+    happened = (torch.rand(scores.shape, generator=generator, dtype=torch.float64) < p).double().cumprod(1)
+    return Observations(scores, happened)
+
+
+def test_temperatures_are_found_again():
+    seen = observations([2.0, 0.7, 1.5])
+    found = fit_temperatures(seen)
+    assert found == pytest.approx([2.0, 0.7, 1.5], rel=0.15)
+    before = expected_calibration_error(survival(seen.scores, [1.0] * 3), seen.survived)
+    after = expected_calibration_error(survival(seen.scores, found), seen.survived)
+    assert after < 0.02 < before
+
+
+def test_calibration_error_by_hand():
+    probability = torch.tensor([0.9, 0.9, 0.1, 0.1], dtype=torch.float64)
+    happened = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    assert reliability(probability, happened) == [(1, pytest.approx(0.1), 0.0, 2), (13, pytest.approx(0.9), 0.5, 2)]
+    assert expected_calibration_error(probability, happened) == pytest.approx(0.5 * 0.1 + 0.5 * 0.4)
+
+
+def test_observations_are_whole_blocks_and_need_scores():
+    target = ChainTarget(0)
+    (answer,) = write_answers(target.probabilities(0.0), 1, 10, 0, 0.0)
+    judged = judge(target, chain_draft(target.head, with_scores=True), answer, LENGTH, SIZE)
+    seen = Observations.of([judged])
+    assert seen.scores.shape == seen.survived.shape == (7, SIZE)  # 9 positions, the last two have fewer than 3 left
+    assert seen.survived.all()
+    with pytest.raises(ValueError, match="confidence head"):
+        Observations.of([judge(target, chain_draft(target.head), answer, LENGTH, SIZE)])
+
+
+def test_plot(tmp_path):
+    seen = observations([1.0], 100)
+    curves = {"as trained": (survival(seen.scores, [1.0]), seen.survived)}
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        with pytest.raises(ValueError, match="matplotlib"):
+            plot_reliability(tmp_path / "plot.svg", curves)
+    else:
+        plot_reliability(tmp_path / "plot.svg", curves)
+        assert "<svg" in (tmp_path / "plot.svg").read_text()
