@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.deep_gemm import indexer
 from deepinfer.kernels.deep_gemm.activations import quantize_rows, row_scaled_weight
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
 from deepinfer.kernels.deep_gemm.fp8_few_rows import K_PARTS, fp8_few_rows
 from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm, row_scales_layout
 from deepinfer.kernels.deep_gemm.fp8_variants import SHARED_BYTES, TILES, choose_tile
-from deepinfer.kernels.deep_gemm.indexer import index_scores
 from deepinfer.kernels.deep_gemm.moe import routed_experts
 from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gate_up, grouped_gemm
 from deepinfer.kernels.deep_gemm.mqa_logits import PAGE, PAGE_BYTES, mqa_logits, paged_mqa_logits
@@ -485,8 +485,9 @@ def test_logits_of_fp4_pages(sequences, queries, width, page):
 @hopper
 @pytest.mark.parametrize("rows, sequences", [(9, 3), (300, 4), (17, 17), (1, 1)])
 @pytest.mark.parametrize("entries", [64, 128])
-def test_index_scores_agree_with_the_reference(entries, rows, sequences):
+def test_index_scores_agree_with_the_reference(entries, rows, sequences, monkeypatch):
     """Prefill and, with a row a sequence, decode."""
+    monkeypatch.setattr(indexer, "FEWEST_SCORES", 0)
     torch.manual_seed(entries)
     blocks = 5
     iq = mxfp4_round_trip(torch.randn(rows, 32, 128, device="cuda")).bfloat16()
@@ -498,7 +499,7 @@ def test_index_scores_agree_with_the_reference(entries, rows, sequences):
     visible = torch.randint(0, blocks * entries + 1, (rows,), device="cuda", dtype=torch.int32)
     most = visible.new_zeros(sequences).scatter_reduce_(0, owner.long(), visible, "amax")
     unseen = torch.arange(blocks, device="cuda") * entries >= most[:, None]
-    result = index_scores(iq, weights, cache, tables.masked_fill(unseen, 1 << 30), owner, visible)
+    result = indexer.index_scores(iq, weights, cache, tables.masked_fill(unseen, 1 << 30), owner, visible)
     expected = reference_scores.reference(iq.double(), weights.double(), cache, tables, owner, visible)
     width = expected.shape[1]
     assert (result[:, width:] == float("-inf")).all()

@@ -93,7 +93,9 @@ struct Walk {
 // Narrows work to the tiles in which some token sees a key.
 DEVICE Work seen_part(const Params& p, const Work& work) {
     int low = 0x7FFFFFFF, high = 0;
-    for (int t = work.token; t < min(work.token + QUERY_TOKENS, p.tokens); t++) {
+#pragma unroll
+    for (int i = 0; i < QUERY_TOKENS; i++) {  // all loads at once; a token twice does no harm
+        const int t = min(work.token + i, p.tokens - 1);
         const int start = PAGED ? 0 : __ldg(p.starts + t), end = __ldg(p.ends + t);
         if (start < end) low = min(low, start), high = max(high, end);
     }
@@ -217,9 +219,12 @@ DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
     for (Work work; walk.next(p, work);) {
         const Work seen = seen_part(p, work);
         if (!PAGED && p.clean) {
-            for (int t = work.token; t < min(work.token + QUERY_TOKENS, p.tokens); t++) {
+#pragma unroll
+            for (int j = 0; j < QUERY_TOKENS; j++) {
+                const int t = work.token + j;
                 float* target = p.out + t * p.out_stride;
-                const int first = RELATIVE ? __ldg(p.starts + t) : 0, last = RELATIVE ? first + p.width : p.keys;
+                const int first = RELATIVE ? __ldg(p.starts + min(t, p.tokens - 1)) : 0;
+                const int last = t >= p.tokens ? 0 : RELATIVE ? first + p.width : p.keys;
                 for (int i = max(work.first * KEYS, first) + threadIdx.x; i < min(work.end * KEYS, last); i += 256)
                     if (i < seen.first * KEYS || i >= seen.end * KEYS) target[i - first] = MINUS_INFINITY;
             }
