@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -106,6 +107,24 @@ def measure_batch(engine: Engine, batch: int, prompt_len: int, num_steps: int, s
     return Speed(batch * prompt_len / prefilled, batch / seconds)
 
 
+ATTENTION_KERNELS = ("sparse_attention", "_attend", "_combine")  # Hopper's, and Triton's two
+
+
+def attention_shares(engine: Engine, batch: int, prompt_len: int, num_steps: int) -> dict[str, float]:
+    """Share of the device's working time that attention kernels take, of a batch's prefill and of its decode steps."""
+    add_requests(engine, batch, prompt_len, WARM_UP_STEPS + num_steps + 10)
+    shares = {}
+    for phase, run in (("prefill", partial(prefill, engine)), ("decode", partial(decode, engine, num_steps))):
+        synchronize(engine.config.device)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            synchronize(engine.config.device)
+        times = {event.key: event.self_device_time_total for event in profile.key_averages()}
+        shares[phase] = sum(times.get(name, 0.0) for name in ATTENTION_KERNELS) / max(sum(times.values()), 1e-9)
+    abort_all(engine)
+    return shares
+
+
 def engine_throughput(options: argparse.Namespace, command: str) -> list[results.Record]:
     """Prefill and decode rates of one model at one batch size; medians over options.repeats runs."""
     model = benchmark_model(options.model, options.device, options.synthetic, options.layers, options.experts)
@@ -117,9 +136,10 @@ def engine_throughput(options: argparse.Namespace, command: str) -> list[results
     for seed in range(1, options.repeats + 1):
         runs.append(measure_batch(engine, options.batch, options.prompt_len, options.output_len, seed))
         print(f"  prefill {runs[-1].prefill:,.0f} tok/s, decode {runs[-1].decode:,.0f} tok/s", flush=True)
-    return [
+    name = f"{options.batch} sequences, prompt {options.prompt_len} ({model_name(options)})"
+    records = [
         results.measured(
-            f"{phase} of {options.batch} sequences, prompt {options.prompt_len} ({model_name(options)})",
+            f"{phase} of {name}",
             part="2",
             unit="tok/s",
             value=median(getattr(run, phase) for run in runs),
@@ -128,4 +148,17 @@ def engine_throughput(options: argparse.Namespace, command: str) -> list[results
             device=None if options.device != "cpu" else results.cpu_device_name(),
         )
         for phase in ("prefill", "decode")
+    ]
+    if options.device == "cpu":
+        return records
+    shares = attention_shares(engine, options.batch, options.prompt_len, min(options.output_len, 8))
+    return records + [
+        results.measured(
+            f"attention kernels in {phase} of {name}",
+            part="4A",
+            unit="% of device time",
+            value=100 * share,
+            command=command,
+        )
+        for phase, share in shares.items()
     ]
