@@ -13,6 +13,7 @@ from torch import Tensor
 from deepinfer.kernels import ops
 from deepinfer.kernels.deep_gemm.available import compile_kernels
 from deepinfer.kernels.deep_gemm.fp4_weights import arrange
+from deepinfer.kernels.deep_gemm.fp8_few_rows import workspace
 from deepinfer.kernels.deep_gemm.linear import Fp8Weight
 from deepinfer.models.layers.block import Layer
 from deepinfer.models.layers.moe import ArrangedExperts, StoredExperts
@@ -22,6 +23,7 @@ def use_fp8_kernels(layers: list[Layer]) -> None:
     """Convert `layers` in place, one at a time: weights of FP8 linears to `Fp8Weight`, stored experts to tiles."""
     if ops.multiplies_fp8(torch.bfloat16, layers[0].ffn.gate.device):
         compile_kernels()
+        workspace(layers[0].ffn.gate.device)
     for index, layer in enumerate(layers):
         layers[index] = _converted(layer)
 

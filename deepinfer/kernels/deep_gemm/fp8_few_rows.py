@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,19 +14,18 @@ from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit import Build, Kernel
 
 SOURCE = Path(__file__).parent / "fp8_few_rows.cu"
-ROWS = 64  # of the weight, a block
+ROWS = 128  # of the weight, a tile
 TOKENS = (8, 16, 32, 64)
-K_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
-BLOCKS = 2  # on a processor
-SHARED_BYTES = 110_000  # of one of them
-STAGES = 12  # at most
-REST = 3  # what a block costs beside its products, in products of 128 columns
+SHARED_BYTES = 232_448  # of a block on Hopper
+THREADS = 256 + 32
 
 
 class _Params(ctypes.Structure):
     _fields_ = [
         ("out", ctypes.c_void_p),
         ("w_scales", ctypes.c_void_p),
+        ("left", ctypes.c_void_p),
+        ("flags", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
         ("m", ctypes.c_int),
         ("n", ctypes.c_int),
@@ -39,45 +38,43 @@ def _stage_bytes(tokens: int) -> int:
 
 
 def _stages(tokens: int) -> int:
-    return min(STAGES, SHARED_BYTES // _stage_bytes(tokens))
+    return SHARED_BYTES // _stage_bytes(tokens)
 
 
-def build(tokens: int, k_parts: int) -> Build:
+def build(tokens: int) -> Build:
     """What to compile."""
-    return Build("fp8_few_rows", SOURCE, {"TOKENS": tokens, "K_PARTS": k_parts, "STAGES": _stages(tokens)})
+    return Build("fp8_few_rows", SOURCE, {"TOKENS": tokens, "STAGES": _stages(tokens)})
 
 
 def builds() -> list[Build]:
-    """What the linears of V4.1-Flash take."""
-    shapes = ((1792, 5120), (32768, 1280), (5120, 8192), (4608, 5120), (5120, 2304), (4096, 1280), (25600, 6144))
-    parts = {choose_k_parts(n, k, 132) for n, k in shapes}
-    return [build(tokens, k_parts) for tokens in TOKENS for k_parts in sorted(parts)]
+    """One for each number of rows that they are padded to."""
+    return [build(tokens) for tokens in TOKENS]
 
 
 @cache
-def _kernel(tokens: int, k_parts: int) -> Kernel:
-    return Kernel(build(tokens, k_parts), _stages(tokens) * _stage_bytes(tokens))
+def _kernel(tokens: int) -> Kernel:
+    return Kernel(build(tokens), _stages(tokens) * _stage_bytes(tokens))
 
 
-@lru_cache(maxsize=4096)
-def choose_k_parts(n: int, k: int, processors: int) -> int:
-    """Into how many parts the columns are divided: rounds of blocks times the length of one."""
-    k_blocks = -(-k // 128)
+@cache
+def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sums that blocks leave for others, and their flags. One for a device: launches must follow one another there.
 
-    def cost(parts: int) -> int:
-        rounds = -(-(-(-n // ROWS) * parts) // (processors * BLOCKS // parts * parts))
-        return rounds * (-(-k_blocks // parts) + REST)
-
-    return min(K_PARTS, key=cost)
+    To be made before a CUDA graph is captured: the flags have to be zero.
+    """
+    blocks = processors(device.index)
+    sums = torch.empty(blocks, ROWS * TOKENS[-1], device=device)
+    return sums, torch.zeros(blocks, dtype=torch.int32, device=device)
 
 
 def fp8_few_rows(
-    x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, k_parts: int | None = None, starts_early: bool = True
+    x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, blocks: int | None = None, starts_early: bool = True
 ) -> Tensor:
     """`fp8_gemm` for up to 64 rows: x E4M3 [M, K], w E4M3 [N, K], w_scales float32 [N] -> BF16 [M, N].
 
-    x_scales float32 [M, ceil(K / 128)]. With `starts_early` the kernel before on the stream must be `quantize_rows`, or
-    one that does not let this one start. A row of the result does not depend on the other rows. Raises ValueError.
+    x_scales float32 [M, ceil(K / 128)]. `blocks` divide the work, at most one a processor. With `starts_early` the
+    kernel before on the stream must be `quantize_rows`, or one that does not let this one start. A row of the result
+    does not depend on the other rows. Raises ValueError.
     """
     (m, k), n = x.shape, w.shape[0]
     if not 0 < m <= TOKENS[-1] or n % 8 or w.shape[1] != k or k == 0:
@@ -87,12 +84,14 @@ def fp8_few_rows(
     if list(x_scales.shape) != [m, -(-k // 128)] or x_scales.dtype != torch.float32:
         raise ValueError(f"x_scales must be float32 [{m}, {-(-k // 128)}], got {list(x_scales.shape)}")
     tokens = next(t for t in TOKENS if t >= m)
-    parts = k_parts or choose_k_parts(n, k, processors(x.device.index))
+    most = min(processors(x.device.index), -(-n // ROWS) * -(-k // 128))
     out = torch.empty(m, n, dtype=torch.bfloat16, device=x.device)
-    _kernel(tokens, parts).launch(
-        (-(-n // ROWS) * parts, 1, 1),
-        (160, 1, 1),
-        _Params(out.data_ptr(), w_scales.data_ptr(), out.stride(0) * 2, m, n, k),
+    sums, flags = workspace(x.device)
+    pointers = (out.data_ptr(), w_scales.data_ptr(), sums.data_ptr(), flags.data_ptr())
+    _kernel(tokens).launch(
+        (min(blocks or most, most), 1, 1),
+        (THREADS, 1, 1),
+        _Params(*pointers, out.stride(0) * 2, m, n, k),
         tensor_map(w, (ROWS, 128), 128),
         tensor_map(x, (tokens, 128), 128),
         tensor_map(row_scales_layout(x_scales).T, (1, tokens), 0),
