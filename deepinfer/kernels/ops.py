@@ -11,7 +11,7 @@ from deepinfer.kernels.reference.basic import linear, rms_norm, rope, round_fp8,
 from deepinfer.kernels.reference.bitmask import apply_token_bitmask
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
 from deepinfer.kernels.reference.compressor import pool_groups
-from deepinfer.kernels.reference.engram import engram_gate, engram_hash
+from deepinfer.kernels.reference.engram import engram_gate, engram_hash, ngram_ids
 from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, hc_pre
 from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, mask_to_candidates, top_k_positions
 from deepinfer.kernels.reference.moe import moe_experts, moe_experts_fp4, moe_gate
@@ -44,6 +44,7 @@ __all__ = [
     "moe_experts_fp4",
     "moe_gate",
     "multiplies_fp8",
+    "ngram_ids",
     "pool_groups",
     "prefill_plan",
     "reads_fp4_experts",

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.kernels import ops
+from deepinfer.kernels.reference.engram import BOUNDARY
 from deepinfer.models.caches import BlockCache, Caches, StateCache, block_bytes
 from deepinfer.models.draft_head import DraftHead, Taps
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.layers.block import build_layer
 from deepinfer.models.layers.decode_step import decode_metadata
-from deepinfer.models.layers.engram import BOUNDARY, advance_history
+from deepinfer.models.layers.engram import advance_history
 from deepinfer.models.layers.hyper_connection import HCLazyPostData, hc_enter
 from deepinfer.models.layers.indexer import Sharing
 from deepinfer.models.layers.linear import wide_linear, widened

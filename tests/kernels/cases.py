@@ -221,6 +221,19 @@ def mask_to_candidates(g: torch.Generator) -> Iterator[Case]:
         yield normal(g, n, width), torch.rand(n, -(-width // block), generator=g) < 0.5, block
 
 
+def ngram_ids(g: torch.Generator) -> Iterator[Case]:
+    for n, sequences, size, length, kept in ((1, 1, 2, 3, None), (90, 4, 6, 4, 9), (0, 2, 3, 2, 0), (5, 5, 2, 3, None)):
+        wide = integers(g, -1, 400, 12, size + 5, dtype=torch.int64)
+        sources = integers(g, 0, n + sequences * size + 1, n, length, dtype=torch.int64)
+        count = n if kept is None else kept
+        places = torch.randperm(12 * size, generator=g)[:count]  # no two rows to one place
+        yield (
+            integers(g, 0, 1000, n, dtype=torch.int64), integers(g, -1, 400, 1000, dtype=torch.int64),
+            wide[:, 2 : 2 + size], torch.randperm(12, generator=g)[:sequences], sources,
+            None if kept is None else torch.randperm(max(n, 1), generator=g)[:count], places // size, places % size,
+        )  # fmt: skip
+
+
 def engram_hash(g: torch.Generator) -> Iterator[Case]:
     for n, length, heads in ((0, 3, 2), (1, 4, 8), (40, 3, 2)):
         history = integers(g, -20, 90000, n, length, dtype=torch.int64).clamp_min(-1)
@@ -446,6 +459,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         moe_experts,
         moe_experts_fp4,
         moe_gate,
+        ngram_ids,
         pool_groups,
         prefill_plan,
         rms_norm,
@@ -462,6 +476,5 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
 # Operations whose results are integers, masks or stored formats: every backend agrees exactly.
 EXACT = {
     "apply_token_bitmask", "candidate_blocks", "engram_hash", "entry_slots", "load_rows", "mask_to_candidates",
-    "round_fp8",
-    "round_trip_rows", "store_rows", "top_k_positions", "window_plan",
+    "ngram_ids", "round_fp8", "round_trip_rows", "store_rows", "top_k_positions", "window_plan",
 }  # fmt: skip

@@ -12,6 +12,64 @@ from deepinfer.kernels.reference import engram  # noqa: F401  (defines the opera
 from deepinfer.kernels.registry import backend
 
 
+@triton.jit(do_not_specialize=["n", "kept_ids"])
+def _ngrams(
+    token_ids, token_map, history, states, sources, out, n, kept_ids, history_stride, size, length,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n * length
+    source = tl.load(sources + at, mask=inside, other=0)
+    is_new = inside & (source < n)
+    is_kept = inside & (source >= n) & (source < n + kept_ids)
+    token = tl.load(token_ids + source, mask=is_new, other=0)
+    new = tl.load(token_map + token, mask=is_new, other=0)
+    place = tl.maximum(source - n, 0)
+    state = tl.load(states + place // size, mask=is_kept, other=0)
+    kept = tl.load(history + state * history_stride + place % size, mask=is_kept, other=-1)
+    tl.store(out + at, tl.where(is_new, new, kept), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _keep_ids(
+    token_ids, token_map, history, rows, slots, places, count, history_stride, ALL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    row = at if ALL else tl.load(rows + at, mask=inside, other=0)
+    token = tl.load(token_ids + row, mask=inside, other=0)
+    target = history + tl.load(slots + at, mask=inside, other=0) * history_stride
+    target += tl.load(places + at, mask=inside, other=0)
+    tl.store(target, tl.load(token_map + token, mask=inside, other=0), mask=inside)
+
+
+@backend("ngram_ids", "cuda")
+def ngram_ids(
+    token_ids: Tensor,
+    token_map: Tensor,
+    history: Tensor,
+    state_slots: Tensor,
+    sources: Tensor,
+    kept_rows: Tensor | None,
+    kept_slots: Tensor,
+    kept_places: Tensor,
+) -> Tensor:
+    (n, length), size, count = sources.shape, history.shape[1], len(kept_slots)
+    token_ids, rows = token_ids.contiguous(), kept_slots if kept_rows is None else kept_rows.contiguous()
+    out = torch.empty(n, length, dtype=torch.int64, device=history.device)
+    if n:
+        _ngrams[(triton.cdiv(n * length, 128),)](
+            token_ids, token_map, history, state_slots.contiguous(), sources.contiguous(), out,
+            n, len(state_slots) * size, history.stride(0), size, length, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    if count:  # behind the launch above, which reads what is overwritten here
+        _keep_ids[(triton.cdiv(count, 128),)](
+            token_ids, token_map, history, rows, kept_slots.contiguous(), kept_places.contiguous(),
+            count, history.stride(0), ALL=kept_rows is None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
 @triton.jit
 def _hash(
     history, multipliers, primes, offsets, out, n, pad, LENGTH: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,

@@ -7,6 +7,32 @@ from torch import Tensor
 
 from deepinfer.kernels.registry import operation
 
+BOUNDARY = -1  # compressed id that no n-gram crosses
+
+
+@operation
+def ngram_ids(
+    token_ids: Tensor,
+    token_map: Tensor,
+    history: Tensor,
+    state_slots: Tensor,
+    sources: Tensor,
+    kept_rows: Tensor | None,
+    kept_slots: Tensor,
+    kept_places: Tensor,
+) -> Tensor:
+    """Compressed ids that each row's n-gram is made of; then the history takes in the last tokens of each sequence.
+
+    token_ids int64 [N], token_map int64 [vocab]; history int64 [slots, H], kept ids, written in place; state_slots
+    int64 [S]; sources int64 [N, n] into [N new rows | S * H kept ids | BOUNDARY]; kept_rows int64 [K] (None: all) and
+    where they go, history[slot, place] -> int64 [N, n].
+    """
+    boundary = torch.full((1,), BOUNDARY, device=history.device)
+    ids = token_map[token_ids]
+    ngrams = torch.cat((ids, history[state_slots].flatten(), boundary))[sources]
+    history[kept_slots, kept_places] = ids if kept_rows is None else ids[kept_rows]
+    return ngrams
+
 
 @operation
 def engram_hash(history: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor, pad: int) -> Tensor:

@@ -17,8 +17,6 @@ from deepinfer.models.layers.engram_map import engram_multipliers
 from deepinfer.models.layers.linear import quantized_linear
 from deepinfer.models.layers.step import StepMetadata
 
-BOUNDARY = -1  # compressed id that no n-gram crosses
-
 
 @dataclass(frozen=True)
 class EngramHash:
@@ -69,9 +67,14 @@ def advance_history(token_map: Tensor, step: StepMetadata, caches: Caches) -> Te
 
     token_map int64 [vocab] -> int64 [N, n], BOUNDARY before the first token of a sequence.
     """
-    history, kept = caches.state.history, step.history
-    boundary = torch.full((1,), BOUNDARY, device=history.device)
-    ids = token_map[step.inputs.token_ids]
-    pool = torch.cat((ids, history[step.state_slots].flatten(), boundary))
-    history[kept.slots, kept.places] = ids if kept.rows is None else ids[kept.rows]
-    return pool[step.ngram_source]
+    kept = step.history
+    return ops.ngram_ids(
+        step.inputs.token_ids,
+        token_map,
+        caches.state.history,
+        step.state_slots,
+        step.ngram_source,
+        kept.rows,
+        kept.slots,
+        kept.places,
+    )
