@@ -11,7 +11,7 @@ from deepinfer.recipe.fields import Json
 from deepinfer.recipe.prompt import Prompt
 from deepinfer.recipe.render import render
 from deepinfer.recipe.request import ConversationRequest, ConversionOptions, InferenceOptions
-from deepinfer.recipe.schema import check_format_schema
+from deepinfer.recipe.schema import check_format_schema, closed_schema
 from deepinfer.recipe.tools import check_name, choose_tools
 
 _FORMATS = ("json_object", "json_schema", "regex", "text")
@@ -53,7 +53,8 @@ def convert_chat_request(
     _check_prefix_is_last(messages)
     if format_kind == "json_object":
         settings.require_json_word(messages, "response_format")
-    chosen, choice = choose_tools(tools, choice, named, thinking)
+    must_open = thinking and not options.enforces_calls
+    chosen, choice = choose_tools(tools, choice, named, must_open)
     _check_prefix_use(messages, bool(tools), format_kind)
     schema = format_value
     if format_kind == "json_schema":
@@ -78,6 +79,7 @@ def convert_chat_request(
         parsing=settings.parsing_options(conversation, stops),
         stream=stream,
         include_usage=bool(include_usage),
+        format_schema=closed_schema(format_value) if strict else schema,
     )
 
 

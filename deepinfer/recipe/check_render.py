@@ -132,13 +132,19 @@ def conversation_record(request: ConversationRequest) -> dict[str, Any]:
     return {
         "messages": [_message_record(message, conversation.thinking) for message in conversation.messages],
         "thinking_mode": conversation.thinking,
-        "tools": [asdict(tool) for tool in conversation.tools],
+        "tools": [_declared(asdict(tool)) for tool in conversation.tools],
         "tool_choice": conversation.tool_choice,
         "reasoning_effort": conversation.reasoning_effort,
         "response_format": response_format,
         "response_schema": conversation.json_schema,
         "response_regex": conversation.regex,
     }
+
+
+def _declared(tool: dict[str, Any]) -> dict[str, Any]:
+    """Without what only we have."""
+    del tool["enforced"]
+    return tool
 
 
 def _message_record(message: Message, thinking: bool) -> dict[str, Any]:

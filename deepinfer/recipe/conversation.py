@@ -37,13 +37,18 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolDefinition:
-    """A tool the model may call.  ``parameters`` is a JSON Schema, key order kept."""
+    """A tool the model may call.  ``parameters`` is a JSON Schema, key order kept.
+
+    ``enforced`` is the JSON Schema that its calls must satisfy (strict mode), None if nothing was promised: the prompt
+    may show less of it.
+    """
 
     name: str
     description: str | None = None
     parameters: Any = None
     strict: bool | None = None
     defer_loading: bool = False
+    enforced: Any = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,8 @@ class Conversation:
     """Messages and what decides how they are written into the prompt.
 
     ``reasoning_effort`` None means the default ("high") when thinking.  ``tool_choice`` "required" opens the tool block
-    in the prompt.  At most one of ``json_object``, ``json_schema`` and ``regex`` is set; none of them means plain text.
+    in the prompt, unless the model thinks first.  At most one of ``json_object``, ``json_schema`` and ``regex`` is set;
+    none of them means plain text.
     """
 
     messages: tuple[Message, ...]
@@ -78,3 +84,7 @@ class Conversation:
     @property
     def tools_in_force(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def opens_tool_block(self) -> bool:
+        return self.tools_in_force and self.tool_choice == "required" and not self.thinking

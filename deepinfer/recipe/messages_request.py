@@ -55,9 +55,10 @@ def convert_messages_request(
         messages[-1] = replace(messages[-1], prefix=True)
     if system is not None:
         messages.insert(0, Message("system", system))
+    must_open = thinking and not options.enforces_calls
     if choice == "any":
-        choice = "auto" if thinking else "required"  # the prompt cannot open the block before the reasoning
-    chosen, tool_choice = choose_tools(definitions, choice, named, thinking)
+        choice = "auto" if must_open else "required"
+    chosen, tool_choice = choose_tools(definitions, choice, named, must_open)
     conversation = Conversation(
         messages=tuple(messages),
         thinking=thinking,
@@ -75,6 +76,7 @@ def convert_messages_request(
         inference=settings.resolve_inference(inference, conversation, version, options, schema),
         parsing=settings.parsing_options(conversation, stops),
         stream=stream,
+        format_schema=schema,
     )
 
 
@@ -108,6 +110,7 @@ def _read_tool(value: Any, path: str) -> tuple[str, Json]:
     fields.required(obj, "name", fields.text, path)
     fields.optional(obj, "description", fields.text, path)
     fields.optional(obj, "defer_loading", fields.boolean, path)
+    fields.optional(obj, "strict", fields.boolean, path)
     return kind, obj
 
 
@@ -125,7 +128,8 @@ def _check_tools(declared: list[tuple[str, Json]], options: ConversionOptions) -
                 f'Invalid schema for function \'{obj["name"]}\': null is not of types "boolean", "object"', path
             )
         deferred = bool(obj.get("defer_loading"))
-        tools.append(ToolDefinition(obj["name"], obj.get("description"), obj["input_schema"], None, deferred))
+        enforced = obj["input_schema"] if obj.get("strict") else None
+        tools.append(ToolDefinition(obj["name"], obj.get("description"), obj["input_schema"], None, deferred, enforced))
     if tools and all(tool.defer_loading for tool in tools):
         raise ConversionError(
             "tools: at least one tool must have defer_loading=false. All tools cannot be deferred.", "tools"

@@ -36,7 +36,7 @@ def render(
     if add_generation_prompt and not continues:
         writer.control("assistant")
         writer.control("think_start" if conversation.thinking else "think_end")
-        if conversation.tools_in_force and conversation.tool_choice == "required":
+        if conversation.opens_tool_block:
             writer.template(open_block(DSML_STYLES[model_version]))
     return writer.finish()
 

@@ -69,7 +69,11 @@ class InferenceOptions:
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Choices of the server about what it accepts."""
+    """Choices of the server about what it accepts.
+
+    ``enforces_calls``: a required tool call comes, whatever the prompt says (see structure.py), so it may be required
+    of a model that thinks first.
+    """
 
     model_versions: Mapping[str, ModelVersion] = field(
         default_factory=lambda: {"DeepSeek-V4-Pro": "v4", "DeepSeek-V4.1-Flash": "v4.1"}
@@ -79,6 +83,7 @@ class ConversionOptions:
     responses_web_search: Literal["Drop", "Reject"] = "Drop"
     messages_web_search: Literal["Drop", "Reject"] = "Reject"
     max_tokens_bound: int = MAX_TOKENS_BOUND
+    enforces_calls: bool = False
 
     def with_aliases(self, aliases: Mapping[str, ModelVersion]) -> "ConversionOptions":
         """The same options, accepting these model names too."""
@@ -90,7 +95,8 @@ class ConversationRequest:
     """A converted request.
 
     ``namespaces`` maps a function name to (namespace, local name) for Responses namespace tools; ``custom_tools`` names
-    the tools whose calls come back as custom tool calls; ``echo`` holds the settings that Responses objects repeat.
+    the tools whose calls come back as custom tool calls; ``echo`` holds the settings that Responses objects repeat;
+    ``format_schema`` is the JSON Schema of the response format as it is to be enforced.
     """
 
     model: str
@@ -103,6 +109,7 @@ class ConversationRequest:
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     custom_tools: frozenset[str] = frozenset()
     echo: Mapping[str, Any] = field(default_factory=dict)
+    format_schema: Any = None
 
     def resolve_max_tokens(self, prompt_tokens: int, context_limit: int) -> int:
         """Tokens to generate at most: what was asked, or the default cut to the room left (at least 1).

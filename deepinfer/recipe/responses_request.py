@@ -10,7 +10,7 @@ from deepinfer.recipe.fields import Json
 from deepinfer.recipe.request import ConversationRequest, ConversionOptions, InferenceOptions
 from deepinfer.recipe.responses_items import Item, build_messages, read_item
 from deepinfer.recipe.responses_tools import convert_tools, read_tool_choice, read_tools
-from deepinfer.recipe.schema import check_format_schema
+from deepinfer.recipe.schema import check_format_schema, closed_schema
 from deepinfer.recipe.tools import choose_tools
 
 _FORMATS = ("text", "json_schema", "json_object")
@@ -48,7 +48,8 @@ def convert_responses_request(
     messages = build_messages(items or [], version, thinking)
     if instructions:
         messages.insert(0, Message("system", instructions))
-    chosen, tool_choice = choose_tools(tools.definitions, choice, named, thinking)
+    must_open = thinking and not options.enforces_calls
+    chosen, tool_choice = choose_tools(tools.definitions, choice, named, must_open)
     if format_kind == "json_object":
         settings.require_json_word(tuple(messages), "text.format", "Response input messages")
     schema = None
@@ -74,6 +75,7 @@ def convert_responses_request(
         stream=stream,
         namespaces=tools.namespaces,
         custom_tools=frozenset(tools.custom),
+        format_schema=closed_schema(format_obj["schema"]) if format_obj.get("strict") else schema,
         echo={
             "instructions": instructions,
             "max_output_tokens": inference.max_tokens,

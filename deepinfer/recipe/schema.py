@@ -95,6 +95,27 @@ def check_format_schema(schema: Any, strict: bool) -> Any:
     return schema
 
 
+def closed_schema(schema: Any) -> Any:
+    """The schema as strict mode means it: its objects have exactly their properties, and nothing of it is dropped."""
+    if isinstance(schema, list):
+        return [closed_schema(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        is_map = key in _SCHEMA_MAPS and isinstance(value, dict)
+        if is_map:
+            out[key] = {name: closed_schema(entry) for name, entry in value.items()}
+        else:
+            out[key] = closed_schema(value) if key in (*_SCHEMA_LISTS, *_SCHEMAS) else value
+    if schema.get("type") == "object":
+        properties = schema.get("properties") or {}
+        out = {**out, "properties": out.get("properties") or {}}
+        out.setdefault("additionalProperties", False)
+        out.setdefault("required", list(properties))
+    return out
+
+
 def strict_schema(schema: Any, what: str, where: str, empty_object: bool = False) -> Any:
     """The schema with ``additionalProperties: false`` and ``required`` everywhere, keywords in a fixed order.
 

@@ -134,7 +134,7 @@ def parsing_options(conversation: Conversation, stops: tuple[str, ...]) -> Parsi
     in_force = conversation.tools_in_force
     return ParsingOptions(
         parse_tool_calls=in_force,
-        starts_in_tool_calls=in_force and conversation.tool_choice == "required",
+        starts_in_tool_calls=conversation.opens_tool_block,
         parse_json_output=conversation.json_object,
         thinking_initial_stage=initial_stage(conversation),
         stop_sequences=stops,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from deepinfer.recipe import json_text
 from deepinfer.recipe.conversation import ToolDefinition
 from deepinfer.recipe.errors import ConversionError
-from deepinfer.recipe.schema import schema_fault, strict_schema
+from deepinfer.recipe.schema import closed_schema, schema_fault, strict_schema
 
 _NAME_PATTERN = "^[a-zA-Z0-9_-]+$"
 _MAX_NAME = 128
@@ -53,23 +53,31 @@ def check_parameters(name: str, parameters: Any, strict: bool | None) -> Any:
     raise ConversionError(f"Invalid schema for function '{name}': {fault}", "tools")
 
 
+def _checked(tool: ToolDefinition) -> ToolDefinition:
+    parameters = check_parameters(tool.name, tool.parameters, tool.strict)
+    if not tool.strict:
+        return replace(tool, parameters=parameters)
+    declared = parameters if tool.parameters is None else tool.parameters
+    return replace(tool, parameters=parameters, enforced=closed_schema(declared))
+
+
 def check_unique(tools: list[ToolDefinition]) -> None:
     if len({tool.name for tool in tools}) != len(tools):
         raise ConversionError("Tool names must be unique.", "tools")
 
 
 def choose_tools(
-    tools: list[ToolDefinition], choice: str, named: str | None, thinking: bool
+    tools: list[ToolDefinition], choice: str, named: str | None, must_open: bool
 ) -> tuple[tuple[ToolDefinition, ...], Literal["auto", "none", "required"]]:
     """Tools and choice for the prompt: ``none`` removes the tools, a name keeps that tool only and requires it.
 
     Without tools every choice means auto.  Tools that are not removed are checked here.  Raises ConversionError for bad
-    parameters, for two tools of one name, for a name that is not declared, and for a required call while thinking: the
-    prompt cannot open the tool block before the reasoning.
+    parameters, for two tools of one name, for a name that is not declared, and for a required call when the prompt
+    ``must_open`` the tool block but cannot: the model thinks first, and nothing else would make it call.
     """
     if choice == "none":
         return (), "none"
-    tools = [replace(tool, parameters=check_parameters(tool.name, tool.parameters, tool.strict)) for tool in tools]
+    tools = [_checked(tool) for tool in tools]
     check_unique(tools)
     if not tools:
         return (), "auto"
@@ -81,6 +89,6 @@ def choose_tools(
                 "tool_choice",
             )
         choice = "required"
-    if choice == "required" and thinking:
+    if choice == "required" and must_open:
         raise ConversionError("Thinking mode does not support this tool_choice", "tool_choice")
     return tuple(tools), "required" if choice == "required" else "auto"
