@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ import typer
 from deepinfer.commands import options
 from deepinfer.commands.units import parse_bytes
 from deepinfer.observability.log_format import FORMATS
+
+ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 def register(app: typer.Typer) -> None:
@@ -142,6 +145,19 @@ def serve(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Run the engine in a thread of the server, for debugging.")
     ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=4096,
+            help="Processor threads of the engine; default: OMP_NUM_THREADS, or one less than there are cores: "
+            "the server needs one.",
+        ),
+    ] = None,
+    stream_interval: Annotated[
+        int, typer.Option(min=1, max=1024, help="Tokens that an event of a stream waits for; the first waits for none.")
+    ] = 1,
+    root_path: Annotated[str, typer.Option(help="What a proxy in front puts before every path, e.g. /llm.")] = "",
     profiler_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, envvar="DEEPINFER_PROFILER_PORT", help="Port for profiler traces, loopback."),
@@ -176,6 +192,8 @@ def serve(
             help="What other servers must be told and this one always does.",
         ),
     ] = False,  # fmt: skip
+    api_server_count: Annotated[int, typer.Option(hidden=True, help="Of vLLM; here one process answers.")] = 1,
+    headless: Annotated[bool, typer.Option("--headless", hidden=True, help="Of vLLM, for several nodes.")] = False,
     max_num_seqs: options.MaxNumSeqs = None,
     max_model_len: options.MaxModelLen = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
@@ -199,6 +217,15 @@ def serve(
         raise ValueError("--api-key must not be empty")
     if model_tag is not None and model not in ("nano", model_tag):
         raise ValueError(f"give the model once, got {model_tag!r} and --model {model!r}")
+    if api_server_count != 1:
+        raise ValueError(
+            f"--api-server-count must be 1, got {api_server_count}: one process answers all requests; start several "
+            "servers on ports of their own for more"
+        )
+    if headless:
+        raise ValueError("--headless is not supported: an engine runs on one machine, beside its server")
+    if root_path and not ROOT_PATH.fullmatch(root_path):
+        raise ValueError(f"--root-path must be a path such as /llm, without a slash at its end, got {root_path!r}")
     thinking = thinking or wants_thinking(default_chat_template_kwargs)
     check_parsers(output_parser or [])
     engine_config = options.make_engine_config(
@@ -242,6 +269,9 @@ def serve(
         max_concurrency_per_key=max_concurrency_per_key,
         rate_limit=rate_limit,
         max_body_bytes=parse_bytes(max_body_size, "--max-body-size"),
+        threads=threads,
+        root_path=root_path,
+        stream_interval=stream_interval,
     )
 
 

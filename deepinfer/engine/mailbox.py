@@ -35,11 +35,19 @@ class Mailbox:
         else:
             self._mergeable[number] = news
             self._news.append((number, news))
+        self.wake()
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    def wake(self) -> None:
+        """Let `take` return what there is, also nothing."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> list[tuple[int, News]]:
-        """All that has come, in order; waits for something if there is nothing."""
+        """All that has come, in order; waits for something, or `wake`, if there is nothing."""
         if not self._news:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -122,10 +122,15 @@ class ChatStream:
             return {key: text}
         return {"content": None, "reasoning_content": None, key: text}
 
+    def text_chunk(self, key: str, text: str) -> Chunk:
+        """The chunk of a text of the answer ("content") or of reasoning ("reasoning_content"); changes nothing."""
+        return self._chunk(self._text_delta(key, text))
+
     def _text_chunk(self, key: str, text: str, logprobs: Sequence[Any]) -> Chunk:
-        if logprobs:
-            self._logprobs.setdefault(key, []).extend(logprobs)
-        return self._chunk(self._text_delta(key, text), {key: list(logprobs)} if logprobs else None)
+        if not logprobs:
+            return self.text_chunk(key, text)
+        self._logprobs.setdefault(key, []).extend(logprobs)
+        return self._chunk(self._text_delta(key, text), {key: list(logprobs)})
 
     def _chunk(
         self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None

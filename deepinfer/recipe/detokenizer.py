@@ -42,6 +42,12 @@ class Detokenizer:
                 self._held = ""
         return "".join(out)
 
+    def plain(self, token_id: int) -> str:
+        """Text of one token if it has whole characters only and nothing waits; else "", and nothing has changed."""
+        if not self._between_characters or token_id in self._silent:
+            return ""
+        return self._tokenizer.text_of(token_id) or ""
+
     def finish(self) -> str:
         """End of the sequence: what waited, an unfinished character as U+FFFD."""
         held, self._held = self._held, ""

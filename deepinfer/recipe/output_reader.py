@@ -75,6 +75,19 @@ class OutputReader:
                 self._logprobs = []
         return self.push_text(text, len(token_ids), ready)
 
+    def push_plain(self, token_id: int) -> str:
+        """The short way of most tokens: the text that ``push_tokens`` would give as one event, without building it.
+
+        "" for a token that must go the long way; then nothing has changed.
+        """
+        if self._detokenizer is None or self.finish_reason is not None or self._logprobs:
+            return ""
+        text = self._detokenizer.plain(token_id)
+        if not text or not self.parser.take_plain(text):
+            return ""
+        self._completion_tokens += 1
+        return text
+
     def _record(self, tokenizer: Tokenizer, token_id: int, logprob: TokenLogprob) -> dict[str, Any]:
         record = logprob_record(tokenizer, token_id, *logprob)
         if self.names_tokens_by_id:

@@ -49,6 +49,21 @@ class StreamParser:
     def called_tools(self) -> bool:
         return self._tools is not None and self._tools.calls > 0
 
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state == "reasoning"
+
+    def take_plain(self, text: str) -> bool:
+        """Take the text if ``push`` would give it as it is, as one event of reasoning or of the answer."""
+        reasoning = self._state == "reasoning"
+        if self._tools is not None or self._drop_newlines or not (reasoning or self._state == "answer"):
+            return False
+        if not self._pending.passes(text):
+            return False
+        if reasoning:
+            self._reasoning.append(text)
+        return True
+
     def push(self, text: str, logprobs: Sequence[Any] = ()) -> list[Event]:
         """Events that are certain after this text; ``logprobs`` (of its tokens) travel with its first event."""
         if self._state == "done" or not text:

@@ -12,6 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from deepinfer import __version__
 from deepinfer.engine.client import EngineClient
 from deepinfer.server import (
+    api_docs,
     chat,
     completions,
     control,
@@ -26,7 +27,7 @@ from deepinfer.server import (
     tokens,
 )
 from deepinfer.server.errors import install_handlers
-from deepinfer.server.middleware import OPEN_PATHS, CountRequests, GiveRequestId, LogRequests, RequireKey
+from deepinfer.server.middleware import OPEN_PATHS, CountRequests, GiveRequestId, LogRequests, RequireKey, StripRootPath
 from deepinfer.server.state import ServerState
 from deepinfer.server.web import routes as web_page
 
@@ -43,13 +44,17 @@ ROUTERS = (
     operations,
     control,
     experts,
+    api_docs,
 )
 
 
-def create_app(state: ServerState, allowed_origins: tuple[str, ...] = (), web: bool = True) -> FastAPI:
+def create_app(
+    state: ServerState, allowed_origins: tuple[str, ...] = (), web: bool = True, root_path: str = ""
+) -> FastAPI:
     """The application of one model.  The engine in `state` is closed with the application.
 
-    Pages of `allowed_origins` may call it from a browser (CORS); without any, none may but its own (`web`).
+    Pages of `allowed_origins` may call it from a browser (CORS); without any, none may but its own (`web`).  Behind a
+    proxy that puts `root_path` before every path, it answers with and without it.
     """
 
     @asynccontextmanager
@@ -59,7 +64,17 @@ def create_app(state: ServerState, allowed_origins: tuple[str, ...] = (), web: b
         yield
         await asyncio.to_thread(state.text.engine.close)
 
-    app = FastAPI(title="deepinfer", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    # /docs is a page of our own (api_docs.py): FastAPI's loads its code from a public server.
+    app = FastAPI(
+        title="deepinfer",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        servers=[{"url": root_path}] if root_path else None,
+    )
     app.state.server = state
     install_handlers(app)
     for module in ROUTERS:
@@ -78,4 +93,6 @@ def create_app(state: ServerState, allowed_origins: tuple[str, ...] = (), web: b
         )
     app.add_middleware(LogRequests)
     app.add_middleware(GiveRequestId)
+    if root_path:
+        app.add_middleware(StripRootPath, root_path=root_path)
     return app

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from deepinfer.outputs import TokenLogprob
 from deepinfer.recipe import ChatStream, ConversationRequest, convert_chat_request
 from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.prompts import PreparedPrompt, prepare
 from deepinfer.server.protocol import ChatRequest
-from deepinfer.server.recipe_reader import RecipeReader
+from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
-from deepinfer.server.streams import collect, event_stream, merge
+from deepinfer.server.streams import Answer, EventStream, collect, encode_json, line_of
 from deepinfer.server.text_engine import Delta
 from deepinfer.server.usage import usage_body
 
@@ -67,7 +67,7 @@ async def create_chat_completion(request: Request) -> Response:
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)
     streams = start_sequences(state, [prepared.token_ids], params, body.n or 1, answer.open_choice, ticket, "messages")
     if body.stream:
-        return event_stream(answer.chunks(merge(request, streams)))
+        return EventStream(request, streams, answer, interval=body.stream_interval)
     await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
     return JSONResponse(answer.body())
 
@@ -76,9 +76,18 @@ class ChatChoice(RecipeReader[ChatStream]):
     """One answer."""
 
     announced = 0  # token IDs that chunks have carried so far
+    lines: tuple[list[bytes], list[bytes]] | None = None  # of a chunk with text of the answer, or of reasoning
+
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Events, str | None]:
+        """Most tokens of a stream are nothing but text: their chunk differs from the last one in the text alone."""
+        if self.lines is not None and logprob is None:
+            text = self.stream.reader.push_plain(token_id)
+            if text:
+                return [encode_json(text).join(self.lines[self.stream.reader.parser.is_reasoning])], None
+        return super().push(token_id, logprob)
 
 
-class ChatAnswer:
+class ChatAnswer(Answer):
     """The response object, whole or in chunks."""
 
     def __init__(
@@ -94,6 +103,7 @@ class ChatAnswer:
         self.id, self.created = answer_id, int(time.time())
         # Looked at for every token.
         self._continuous_usage, self._include_usage = body.continuous_usage, body.include_usage
+        self._echo = text_of(body.messages[-1]) if body.echo and continues_last(body) else ""
         self._hides_reasoning, self._return_token_ids = body.include_reasoning is False, bool(body.return_token_ids)
 
     def open_choice(self) -> ChatChoice:
@@ -101,33 +111,47 @@ class ChatAnswer:
         text = self.state.text
         stream = ChatStream(self.conversation, self.id, text.name, self.created, text.tokenizer, len(self.choices))
         stream.reader.names_tokens_by_id = bool(self.request.return_tokens_as_token_ids)
-        self.choices.append(ChatChoice(stream))
-        return self.choices[-1]
+        choice = ChatChoice(stream)
+        self.choices.append(choice)
+        if self.request.stream and not (self._continuous_usage or self._hides_reasoning or self._return_token_ids):
+            choice.lines = self._line(choice, "content"), self._line(choice, "reasoning_content")
+        return choice
+
+    def _line(self, choice: ChatChoice, key: str) -> list[bytes]:
+        """The line of a chunk with nothing but text, cut where the text stands as JSON."""
+        return line_of(self._finished(choice, choice.stream.text_chunk(key, "\0"))).split(b'"\\u0000"')
 
     def body(self) -> dict[str, Any]:
         responses = [choice.stream.response() for choice in self.choices]
         for choice, response in zip(self.choices, responses, strict=True):
             self._show_reasoning(response["choices"][0], "message")
+            message = response["choices"][0]["message"]
+            message["content"] = self._echo + (message["content"] or "") if self._echo else message["content"]
             self._add_extras(choice, response["choices"][0])
         whole = responses[0] | {"choices": [response["choices"][0] for response in responses], "usage": self.usage()}
         return whole | self._prompt()
 
-    async def chunks(self, deltas: AsyncGenerator[tuple[int, Delta[list[Chunk]]], None]) -> AsyncGenerator[Chunk, None]:
-        try:
-            for choice in self.choices:
-                for chunk in choice.stream.start(len(self.prepared.token_ids)):
-                    yield self._finished(choice, chunk) | self._prompt()
-            async for index, delta in deltas:
-                choice = self.choices[index]
-                for chunk in choice.add(delta):
-                    if self._hides_reasoning and _is_reasoning(chunk):
-                        continue
-                    yield self._finished(choice, chunk)
-        finally:
-            await deltas.aclose()
-        if self.request.include_usage:
-            head = {"id": self.id, "object": "chat.completion.chunk", "created": self.created}
-            yield head | {"model": self.state.text.name, "choices": [], "usage": self.usage()}
+    def begin(self) -> Events:
+        events: list[Chunk] = []
+        for choice in self.choices:
+            first = choice.stream.start(len(self.prepared.token_ids))
+            events += [self._finished(choice, chunk) | self._prompt() for chunk in first]
+            if self._echo:
+                events.append(self._finished(choice, choice.stream.text_chunk("content", self._echo)))
+        return events
+
+    def add(self, number: int, delta: Delta[Events]) -> Events:
+        choice = self.choices[number]
+        chunks = choice.add(delta)
+        if self._hides_reasoning:
+            chunks = [chunk for chunk in chunks if isinstance(chunk, bytes) or not _is_reasoning(chunk)]
+        return [chunk if isinstance(chunk, bytes) else self._finished(choice, chunk) for chunk in chunks]
+
+    def end(self) -> Events:
+        if not self._include_usage:
+            return []
+        head = {"id": self.id, "object": "chat.completion.chunk", "created": self.created}
+        return [head | {"model": self.state.text.name, "choices": [], "usage": self.usage()}]
 
     def usage(self, final: bool = True) -> dict[str, Any]:
         """Of all choices; the prompt counts once.  Reasoning is counted at the end: that costs its whole length."""
@@ -171,6 +195,18 @@ class ChatAnswer:
         if self.request.return_prompt_text:
             found["prompt_text"] = self.prepared.prompt.text
         return found
+
+
+def continues_last(body: ChatRequest) -> bool:
+    """Whether the answer goes on from an assistant message at the end, asked for in either way."""
+    last = body.messages[-1]
+    return last.get("role") == "assistant" and bool(body.continue_final_message or last.get("prefix"))
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a message that recipe has accepted."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _is_reasoning(chunk: Chunk) -> bool:

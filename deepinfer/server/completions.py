@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +14,9 @@ from deepinfer.server.body import beside_loop, read_json, request_schema, valida
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.logprobs import completion_logprobs, token_text
 from deepinfer.server.protocol import CompletionRequest
+from deepinfer.server.recipe_reader import Events
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
-from deepinfer.server.streams import collect, event_stream, merge
+from deepinfer.server.streams import Answer, EventStream, collect
 from deepinfer.server.text_engine import Delta, TextReader
 from deepinfer.server.usage import usage_body
 
@@ -48,9 +48,9 @@ async def create_completion(request: Request) -> Response:
 
     streams = start_sequences(state, prompts, params, n, open_reader, ticket, "prompt")
     choices = [Choice(index, prompts[index // n]) for index in range(len(streams))]
-    answer = Answer(state, body, choices, ticket.answer_id)
+    answer = CompletionAnswer(state, body, choices, ticket.answer_id)
     if body.stream:
-        return event_stream(answer.chunks(merge(request, streams)))
+        return EventStream(request, streams, answer, interval=body.stream_interval)
     await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
     return JSONResponse(answer.body())
 
@@ -95,11 +95,12 @@ class Choice:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-class Answer:
+class CompletionAnswer(Answer):
     """The response object, whole or in chunks."""
 
     def __init__(self, state: ServerState, body: CompletionRequest, choices: list[Choice], answer_id: str):
         self.state, self.request, self.choices = state, body, choices
+        self._started: set[int] = set()
         self.head = {
             "id": answer_id,
             "object": "text_completion",
@@ -111,27 +112,21 @@ class Answer:
         choices = [self._choice(choice, self._echo(choice) + choice.text, choice) for choice in self.choices]
         return self.head | {"choices": choices, "usage": self.usage()}
 
-    async def chunks(
-        self, deltas: AsyncGenerator[tuple[int, Delta[str]], None]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        started: set[int] = set()
-        try:
-            async for index, delta in deltas:
-                choice = self.choices[index]
-                first = index not in started
-                text = (self._echo(choice) if first else "") + "".join(delta.pieces)
-                started.add(index)
-                choice.add(delta)
-                chunk = self.head | {"choices": [self._choice(choice, text, delta, first)]}
-                if self.request.include_usage:
-                    chunk["usage"] = None
-                if self.request.continuous_usage:
-                    chunk["usage"] = self.usage()
-                yield chunk
-        finally:
-            await deltas.aclose()
+    def add(self, number: int, delta: Delta[str]) -> Events:
+        choice = self.choices[number]
+        first = number not in self._started
+        text = (self._echo(choice) if first else "") + "".join(delta.pieces)
+        self._started.add(number)
+        choice.add(delta)
+        chunk = self.head | {"choices": [self._choice(choice, text, delta, first)]}
         if self.request.include_usage:
-            yield self.head | {"choices": [], "usage": self.usage()}
+            chunk["usage"] = None
+        if self.request.continuous_usage:
+            chunk["usage"] = self.usage()
+        return [chunk]
+
+    def end(self) -> Events:
+        return [self.head | {"choices": [], "usage": self.usage()}] if self.request.include_usage else []
 
     def usage(self) -> dict[str, Any]:
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self.choices}  # a prompt counts once for its n

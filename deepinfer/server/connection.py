@@ -7,7 +7,10 @@ import logging
 import time
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.flow_control import FlowControl as FlowControl
 
+# In the scope: whether the connection takes more; and `send` of the server itself, for what follows an answer's start.
+FLOW, DIRECT_SEND = "deepinfer.flow", "deepinfer.send"
 WRITE_SECONDS = 60.0  # for a client to take some of its answer, when the buffers are full
 HEADER_SECONDS = 20.0  # for the headers of a request to arrive; its body: see body.py
 MAX_HEADER_BYTES = 64 * 1024
@@ -32,6 +35,11 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._stop()
         self._stop_waiting()
         super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.cycle is not None:  # else the client asked for another protocol
+            self.scope[FLOW], self.scope[DIRECT_SEND] = self.flow, self.cycle.send
 
     def pause_writing(self) -> None:
         super().pause_writing()

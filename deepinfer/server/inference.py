@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from deepinfer.outputs import TokenLogprob
 from deepinfer.server.body import read_json, request_schema, validate
@@ -16,9 +15,10 @@ from deepinfer.server.errors import ApiError
 from deepinfer.server.logprobs import finite
 from deepinfer.server.native import start
 from deepinfer.server.protocol import NOT_SAMPLED, CompletionRequest, RequestName, TokenIds
+from deepinfer.server.recipe_reader import Events
 from deepinfer.server.sizes import check_sizes
 from deepinfer.server.state import open_ticket, server_state
-from deepinfer.server.streams import collect, event_stream, merge
+from deepinfer.server.streams import Answer, EventStream, collect
 from deepinfer.server.text_engine import Delta
 
 router = APIRouter()
@@ -32,7 +32,6 @@ class InferenceRequest(BaseModel):
 
     UNSUPPORTED: ClassVar[dict[str, tuple[tuple, str]]] = {
         "features": ((), "only text is read so far"),
-        "cache_salt": NOT_SAMPLED["cache_salt"],
         "kv_transfer_params": NOT_SAMPLED["kv_transfer_params"],
     }
     model_config = ConfigDict(strict=True)
@@ -42,6 +41,7 @@ class InferenceRequest(BaseModel):
     model: str | None = None
     stream: bool | None = None
     request_id: RequestName | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # as in Completions
     priority: int | None = None
 
 
@@ -72,20 +72,19 @@ async def generate(request: Request) -> Response:
         raise
     head = {"request_id": ticket.request_id}
     if body.stream:
-        return event_stream(chunks(head, merge(request, streams)))
+        return EventStream(request, streams, InferenceAnswer(head))
     await collect(request, streams, lambda index, delta: choices[index].add(delta))
     return JSONResponse(head | {"choices": [entry(choice.index, choice) for choice in choices]})
 
 
-async def chunks(
-    head: dict[str, Any], deltas: AsyncGenerator[tuple[int, Delta[str]], None]
-) -> AsyncGenerator[dict[str, Any], None]:
+class InferenceAnswer(Answer):
     """Each event holds the new tokens of one sequence."""
-    try:
-        async for index, delta in deltas:
-            yield head | {"choices": [entry(index, delta)]}
-    finally:
-        await deltas.aclose()
+
+    def __init__(self, head: dict[str, Any]):
+        self.head = head
+
+    def add(self, number: int, delta: Delta[str]) -> Events:
+        return [self.head | {"choices": [entry(number, delta)]}]
 
 
 def entry(index: int, news: Choice | Delta[str]) -> dict[str, Any]:

@@ -57,11 +57,15 @@ def run_server(
     max_concurrency_per_key: int | None = None,
     rate_limit: float | None = None,
     max_body_bytes: int = Limits.max_body_bytes,
+    threads: int | None = None,
+    root_path: str = "",
+    stream_interval: int = 1,
 ) -> None:
     """Serve until interrupted, then give requests in flight `shutdown_timeout` seconds to finish.
 
     The engine gets a process of its own unless `in_process`; while it loads the model, /ready says so.  `max_queue`
     sequences may wait for it, by default four times as many as it runs at once.  `log_requests` logs bodies, too.
+    `threads`: of its process.  `root_path`: what a proxy puts before every path.  `stream_interval`: tokens an event.
 
     `generation_config`: see `sampling_defaults`.
 
@@ -70,14 +74,14 @@ def run_server(
     listening = listening or Listening()
     listening.check()
     max_queue = 4 * config.max_num_seqs if max_queue is None else max_queue
+    show_log(log_level, log_format)
     raise_file_limit(FILES + config.max_num_seqs + max_queue)
     listener = listening.bind()  # first, so that a taken port does not cost the time of loading
     with listener:
-        show_log(log_level, log_format)
         if in_process:
             text = load_text_engine(model, config, served_model_name)
         else:
-            text = start_text_engine(model, config, served_model_name, log_level, log_format)
+            text = start_text_engine(model, config, served_model_name, log_level, log_format, threads)
         state = ServerState(
             text,
             Metrics(text.name),
@@ -88,11 +92,12 @@ def run_server(
             responses=ResponseStore(response_ttl),
             limits=Limits(config.max_num_seqs + max_queue, max_concurrency_per_key, rate_limit, max_body_bytes),
             log_requests=log_requests,
+            stream_interval=stream_interval,
         )
         url = listening.url(listener)
         logger.info("listening at %s while the model loads", url)
         settings = uvicorn.Config(
-            create_app(state, allowed_origins, web),
+            create_app(state, allowed_origins, web, root_path),
             log_config=None,
             access_log=False,  # middleware.LogRequests says more
             lifespan="on",

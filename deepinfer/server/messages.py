@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,9 +14,9 @@ from deepinfer.server.body import beside_loop, read_json, request_schema, valida
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.item_protocols import MessagesRequest
 from deepinfer.server.prompts import PreparedPrompt, prepare
-from deepinfer.server.recipe_reader import Event, RecipeReader
+from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.state import ServerState, check_prompt, open_ticket, server_state, start_sequences
-from deepinfer.server.streams import collect, event_stream, merge
+from deepinfer.server.streams import Answer, EventStream, collect
 from deepinfer.server.text_engine import Delta
 
 router = APIRouter()
@@ -54,8 +53,7 @@ async def create_message(request: Request) -> Response:
     streams = start_sequences(state, [prepared.token_ids], params, 1, lambda: reader, ticket, "messages")
     started = stream.start(len(prepared.token_ids))
     if body.stream:
-        events = run(reader, started, merge(request, streams))
-        return event_stream(events, named=True, error_event=ApiError.anthropic_body)
+        return EventStream(request, streams, MessageAnswer(reader, started), named=True, interval=body.stream_interval)
     await collect(request, streams, lambda _, delta: reader.add(delta))
     return JSONResponse(stream.response())
 
@@ -74,25 +72,26 @@ async def count_tokens(request: Request) -> dict[str, int]:
 class MessageReader(RecipeReader[MessagesStream]):
     """The protocol has no stop reason for an abort from outside: it is an error."""
 
-    def finish(self, reason: str) -> list[Event]:
+    def finish(self, reason: str) -> Events:
         if reason == "abort":
             raise ApiError("the request was aborted", status=400, code="aborted")
         return super().finish(reason)
 
 
-async def run(
-    reader: MessageReader,
-    started: list[Event],
-    deltas: AsyncGenerator[tuple[int, Delta[list[Event]]], None],
-) -> AsyncGenerator[Event, None]:
-    try:
-        for event in started:
-            yield event
-        async for _, delta in deltas:
-            for event in reader.add(delta):
-                yield event
-    finally:
-        await deltas.aclose()
+class MessageAnswer(Answer):
+    """The events of a message; `started` are the first."""
+
+    def __init__(self, reader: MessageReader, started: Events):
+        self.reader, self.started = reader, started
+
+    def begin(self) -> Events:
+        return self.started
+
+    def add(self, number: int, delta: Delta[Events]) -> Events:
+        return self.reader.add(delta)
+
+    def fail(self, error: ApiError) -> Events:
+        return [error.anthropic_body()]
 
 
 def new_call_id(index: int, empty_reasoning: bool) -> str:

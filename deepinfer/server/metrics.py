@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from deepinfer.engine.client import RemoteStatistics
+from deepinfer.engine.remote_statistics import RemoteStatistics
 from deepinfer.observability.stats import STEP_BOUNDS, STEP_TOKENS, StatsLogger, step_bucket
 from deepinfer.outputs import RequestMetrics
 from deepinfer.server.fast_metrics import FastCounter, FastHistogram

@@ -18,7 +18,6 @@ from deepinfer.server.metrics import Metrics
 
 logger = logging.getLogger("deepinfer.server.requests")
 OPEN_PATHS = ("/health", "/ping", "/ready", "/metrics")  # answered without an API key
-DIRECT_SEND = "deepinfer.send"  # in the scope: `send` as the server gave it, for what follows the start of an answer
 _REQUEST_ID = re.compile(rb"[\w.:/=+-]{1,128}", re.ASCII)
 
 
@@ -31,6 +30,18 @@ def on_start(send: Send, act: Callable[[Message], None]) -> Send:
         await send(message)
 
     return watch
+
+
+class StripRootPath:
+    """A proxy in front puts `root_path` before every path, and may leave it there."""
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        self.app, self.root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(self.root_path + "/"):
+            scope["path"] = scope["path"].removeprefix(self.root_path)
+        await self.app(scope, receive, send)
 
 
 class GiveRequestId:
@@ -46,7 +57,6 @@ class GiveRequestId:
         given = dict(scope["headers"]).get(b"x-request-id", b"")
         request_id = given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
-        scope[DIRECT_SEND] = send
 
         def add_header(message: Message) -> None:
             headers = MutableHeaders(scope=message)

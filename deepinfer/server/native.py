@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -15,11 +14,12 @@ from deepinfer.server.completions import Choice, encode_prompts
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.logprobs import finite, token_text
 from deepinfer.server.protocol import NOT_SAMPLED, CompletionRequest, RequestName, Texts, TokenIds
+from deepinfer.server.recipe_reader import Events
 from deepinfer.server.running import Ticket
 from deepinfer.server.sequences import RunningSequence
 from deepinfer.server.sizes import check_sizes
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
-from deepinfer.server.streams import collect, event_stream, merge
+from deepinfer.server.streams import Answer, EventStream, collect
 from deepinfer.server.text_engine import Delta, TextReader
 
 router = APIRouter()
@@ -104,7 +104,7 @@ async def generate(request: Request) -> Response:
         raise in_own_terms(error, "input_ids" if body.text is None else "text") from None
     answer = NativeAnswer(state, body, choices, ticket.request_id)
     if body.stream:
-        return event_stream(answer.chunks(merge(request, streams)))
+        return EventStream(request, streams, answer)
     await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
     return JSONResponse(answer.body())
 
@@ -144,7 +144,7 @@ def in_own_terms(error: ApiError, prompt: str) -> ApiError:
     return error
 
 
-class NativeAnswer:
+class NativeAnswer(Answer):
     """What came so far of every sequence, and how this route says it."""
 
     def __init__(self, state: ServerState, body: GenerateRequest, choices: list[Choice], name: str):
@@ -159,16 +159,10 @@ class NativeAnswer:
         entries = [self.entry(choice) for choice in self.choices]
         return entries if self.is_list else entries[0]
 
-    async def chunks(
-        self, deltas: AsyncGenerator[tuple[int, Delta[str]], None]
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    def add(self, number: int, delta: Delta[str]) -> Events:
         """Each event holds all of its sequence so far."""
-        try:
-            async for index, delta in deltas:
-                self.choices[index].add(delta)
-                yield self.entry(self.choices[index]) | ({"index": index} if self.is_list else {})
-        finally:
-            await deltas.aclose()
+        self.choices[number].add(delta)
+        return [self.entry(self.choices[number]) | ({"index": number} if self.is_list else {})]
 
     def entry(self, choice: Choice) -> dict[str, Any]:
         reason: dict[str, Any] | None = None

@@ -43,7 +43,6 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "ebnf": ((), _NO_GRAMMARS),
     "structural_tag": ((), _NO_GRAMMARS),
     "logprob_token_ids": (([],), "ask for logprobs"),
-    "cache_salt": ((), "there is no prefix cache to salt"),
     "extra_key": ((), "there is no prefix cache to divide"),
     "kv_transfer_params": ((), _UNITS),
     "data_parallel_rank": ((0,), _UNITS),
@@ -53,7 +52,6 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "routed_experts_prompt_start": ((), "only tokens and log-probabilities are returned"),
     "skip_special_tokens": ((True,), "control tokens never appear in the text; ask for return_token_ids"),
     "no_stop_trim": ((False,), "ask for include_stop_str_in_output"),
-    "stream_interval": ((1,), "every token is sent when it is there"),
 }
 # For the two protocols of items, which have no use for these.
 NOT_IN_ITEMS: dict[str, tuple[tuple, str]] = {
@@ -94,7 +92,6 @@ _NOT_CHAT = NOT_SAMPLED | {
     "chat_template": ((), "the prompt format belongs to the model"),
     "add_special_tokens": ((False,), "the prompt format belongs to the model"),
     "documents": (([],), "put documents into the messages"),
-    "echo": ((False,), "only /v1/completions can repeat its prompt"),
 }
 _NOT_COMPLETION = NOT_SAMPLED | {
     "suffix": (("",), "the model completes text at its end only"),
@@ -150,6 +147,9 @@ class SamplingRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens as "token_id:42"
     request_id: RequestName | None = None
     rid: RequestName | None = None  # the same, as SGLang calls it
+    stream_interval: Annotated[int, Field(ge=1, le=1024)] | None = None  # tokens that an event waits for
+    # Requests of different salts share no cached prefix. No two requests share one here, whatever their salts.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     session_id: str | None = None  # both are for a router's or a log's eyes
     user: str | None = None
 
@@ -218,6 +218,7 @@ class ChatRequest(SamplingRequest):
     include_reasoning: bool | None = None  # False leaves it out of the answer; the model thinks all the same
     continue_final_message: bool | None = None  # the last message is the beginning of the answer
     add_generation_prompt: bool | None = None
+    echo: bool | None = None  # the answer begins with the message that it continues
 
     @property
     def continues(self) -> bool:

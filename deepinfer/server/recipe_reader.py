@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from deepinfer.outputs import TokenLogprob
@@ -10,6 +11,7 @@ from deepinfer.server.logprobs import finite
 from deepinfer.server.text_engine import Delta
 
 Event = dict[str, Any]
+Events = Sequence[Event | bytes]  # bytes: a line of the event stream, ready to be sent
 
 
 class RecipeStream(Protocol):
@@ -34,14 +36,14 @@ class RecipeReader(Generic[Stream]):
         self.stop_reason: int | str | None = None
         self.finish_reason: str | None = None  # the engine's
 
-    def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[list[Event], str | None]:
+    def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Events, str | None]:
         values = None if logprob is None else [(finite(logprob.logprob), [(i, finite(lp)) for i, lp in logprob.top])]
         return self.stream.push_tokens([token_id], values), self.stream.reader.parser.stop_string
 
-    def finish(self, reason: str) -> list[Event]:
+    def finish(self, reason: str) -> Events:
         return self.stream.finish(reason)
 
-    def add(self, delta: Delta[list[Event]]) -> list[Event]:
+    def add(self, delta: Delta[Events]) -> Events:
         """Take a delta in; the events to send, none while everything is held back."""
         self.token_ids += delta.token_ids
         self.stop_reason, self.finish_reason = delta.stop_reason, delta.finish_reason

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +12,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
-from deepinfer.errors import EngineStoppedError
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import ResponsesStream, convert_responses_request
 from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.item_protocols import ResponsesRequest
 from deepinfer.server.prompts import PreparedPrompt, prepare
-from deepinfer.server.recipe_reader import Event, RecipeReader
+from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.response_store import StoredResponse
+from deepinfer.server.sequences import RunningSequence
 from deepinfer.server.state import (
     ServerState,
     check_prompt,
@@ -32,13 +30,11 @@ from deepinfer.server.state import (
     server_state,
     start_sequences,
 )
-from deepinfer.server.streams import event_stream, merge
+from deepinfer.server.streams import Answer, EventStream, as_api_error, collect
 from deepinfer.server.text_engine import Delta
 
-logger = logging.getLogger("deepinfer.server")
 router = APIRouter()
 CANCEL_SECONDS = 10.0  # how long a cancelled response may take to end
-Deltas = AsyncGenerator[tuple[int, Delta[list[Event]]], None]
 
 
 async def prepare_response(
@@ -102,19 +98,15 @@ async def create_response(request: Request) -> Response:
         if kept is not None:
             state.responses.finish(kept, response)
 
-    prompt_tokens = len(prepared.token_ids)
+    answer = ResponseAnswer(reader, len(prepared.token_ids), keep)
     if body.background:
-        task = asyncio.create_task(_exhaust(run(reader, merge(None, sequences), prompt_tokens, keep)))
+        task = asyncio.create_task(run_in_background(sequences, answer))
         state.background.add(task)
         task.add_done_callback(state.background.discard)
         return JSONResponse(stream.response())
-    events = run(reader, merge(request, sequences), prompt_tokens, keep, tell=bool(body.stream))
     if body.stream:
-        return event_stream(events, named=True, error_event=error_event)
-    try:
-        await _exhaust(events)
-    except asyncio.CancelledError:  # the time for a graceful shutdown is over
-        raise ApiError("the server is shutting down", status=503) from None
+        return EventStream(request, sequences, answer, named=True, interval=body.stream_interval)
+    await run(request, sequences, answer)
     return JSONResponse(stream.response())
 
 
@@ -133,48 +125,48 @@ def settings(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     }
 
 
-async def run(
-    reader: RecipeReader[ResponsesStream],
-    deltas: Deltas,
-    prompt_tokens: int,
-    keep: Callable[[dict[str, Any]], None],
-    tell: bool = True,
-) -> AsyncGenerator[Event, None]:
-    """The events of a response.  However it ends, `keep` gets the response as it ended.
+class ResponseAnswer(Answer):
+    """The events of a response.  However it ends, `keep` gets it as it ended."""
 
-    A failure becomes the last event if `tell`, and is raised otherwise.
-    """
-    stream = reader.stream
+    def __init__(
+        self, reader: RecipeReader[ResponsesStream], prompt_tokens: int, keep: Callable[[dict[str, Any]], None]
+    ):
+        self.reader, self.prompt_tokens, self.keep = reader, prompt_tokens, keep
+
+    def begin(self) -> Events:
+        return self.reader.stream.start(self.prompt_tokens)
+
+    def add(self, number: int, delta: Delta[Events]) -> Events:
+        return self.reader.add(delta)
+
+    def fail(self, error: ApiError) -> Events:
+        return self.reader.stream.fail(error.message)
+
+    def close(self) -> None:
+        self.reader.stream.finish("abort")  # says nothing new if the response has ended by itself
+        self.keep(self.reader.stream.response())
+
+
+async def run(request: Request | None, sequences: Sequence[RunningSequence[Any]], answer: ResponseAnswer) -> None:
+    """A response that is not streamed, to its end.  Raises what went wrong, ClientDisconnect included."""
     try:
-        for event in stream.start(prompt_tokens):
-            yield event
-        async for _, delta in deltas:
-            for event in reader.add(delta):
-                yield event
+        answer.begin()
+        await collect(request, sequences, answer.add)
     except ClientDisconnect:
         raise
     except Exception as error:
-        stopped = isinstance(error, EngineStoppedError)
-        failure = stream.fail("the engine is not running" if stopped else "internal server error")
-        if not tell:
-            raise
-        logger.error("a response failed", exc_info=None if stopped else error)
-        for event in failure:
-            yield event
+        failure = as_api_error(error)
+        answer.fail(failure)
+        raise failure from None
     finally:
-        await deltas.aclose()
-        stream.finish("abort")  # says nothing new if the response has ended by itself
-        keep(stream.response())
+        answer.close()
 
 
-async def _exhaust(events: AsyncGenerator[Event, None]) -> None:
-    async with aclosing(events):
-        async for _ in events:
-            pass
-
-
-def error_event(error: ApiError) -> dict[str, Any]:
-    return {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+async def run_in_background(sequences: Sequence[RunningSequence[Any]], answer: ResponseAnswer) -> None:
+    try:
+        await run(None, sequences, answer)
+    except ApiError:
+        pass  # the stored response says it
 
 
 def stored(request: Request, response_id: str) -> StoredResponse:

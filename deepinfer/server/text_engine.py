@@ -41,7 +41,7 @@ class Reader(Protocol[Piece_co]):
         ...
 
 
-@dataclass
+@dataclass(slots=True)
 class Delta(Generic[Piece]):
     """News of one sequence: its new tokens, and the pieces that became certain (they may lag behind the tokens).
 
@@ -72,23 +72,19 @@ class TextReader:
 
 def read_completion(tokenizer: Tokenizer, completion: CompletionOutput, reader: Reader[Piece]) -> Delta[Piece]:
     """New tokens as the reader makes text of them."""
-    delta: Delta[Piece] = Delta()
-    logprobs: Sequence[TokenLogprob | None] = completion.logprobs or [None] * len(completion.token_ids)
-    for token_id, logprob in zip(completion.token_ids, logprobs, strict=True):
-        delta.token_ids.append(token_id)
-        if logprob is not None:
-            delta.logprobs.append(logprob)
+    token_ids, logprobs = completion.token_ids, completion.logprobs or []
+    pieces: list[Piece] = []
+    for number, token_id in enumerate(token_ids):
         if token_id >= tokenizer.vocab_size:
             continue  # a model's vocabulary may be padded beyond the tokenizer's: such tokens have no text
-        piece, stop = reader.push(token_id, logprob)
-        delta.pieces.append(piece)
+        piece, stop = reader.push(token_id, logprobs[number] if logprobs else None)
+        pieces.append(piece)
         if stop is not None:
-            delta.finish_reason, delta.stop_reason = "stop", stop
-            return delta
-    if completion.finish_reason is not None:
-        delta.finish_reason, delta.stop_reason = completion.finish_reason, completion.stop_reason
-        delta.pieces.append(reader.finish(completion.finish_reason))
-    return delta
+            return Delta(token_ids[: number + 1], pieces, logprobs[: number + 1], "stop", stop)
+    reason = completion.finish_reason
+    if reason is not None:
+        pieces.append(reader.finish(reason))
+    return Delta(token_ids, pieces, logprobs, reason, completion.stop_reason)
 
 
 class TextEngine:
@@ -147,14 +143,21 @@ def load_text_engine(model: str, config: EngineConfig, name: str | None = None) 
 
 
 def start_text_engine(
-    model: str, config: EngineConfig, name: str | None = None, log_level: str = "warning", log_format: str = "text"
+    model: str,
+    config: EngineConfig,
+    name: str | None = None,
+    log_level: str = "warning",
+    log_format: str = "text",
+    threads: int | None = None,
 ) -> TextEngine:
     """The same with an engine in a process of its own, which is loading the model when this returns.
+
+    It gets so many processor `threads`; see `engine.child.default_threads`.
 
     Raises ValueError for a bad model path or tokenizer; what else may be wrong, `EngineClient.start_error` tells later.
     """
     tokenizer = load_tokenizer(resolve_model(model))
-    engine = EngineClient(model, config, log_level, wait=False, log_format=log_format)
+    engine = EngineClient(model, config, log_level, wait=False, log_format=log_format, threads=threads)
     return TextEngine(engine, tokenizer, name or model_name(model), tokenizer.model_version)
 
 

@@ -61,7 +61,8 @@ from deepinfer.errors import EngineStoppedError
 from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import ParsingOptions, StopStrings, StreamParser, Tokenizer
-from deepinfer.server.responses import run
+from deepinfer.server.responses import ResponseAnswer
+from deepinfer.server.streams import as_api_error
 from deepinfer.server.text_engine import Delta, TextEngine, TextReader
 from tests.server.forced import (
     PROTOCOLS,
@@ -480,27 +481,20 @@ def test_vllm_48874_system_text_after_a_user_turn_stands_at_its_place(server: Se
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the step failed"), EngineStoppedError("it died")])
-@pytest.mark.parametrize("tell", [True, False])
-def test_a_response_that_fails_says_so(tokenizer: Tokenizer, error: Exception, tell: bool) -> None:
+def test_a_response_that_fails_says_so(tokenizer: Tokenizer, error: Exception) -> None:
     """No report: the counterpart of 54947, when the engine rather than the client goes away."""
     reader = open_reader("responses", request("responses"), tokenizer)
     kept: list[dict[str, Any]] = []
 
-    async def deltas() -> AsyncGenerator[Any, None]:
-        for token_id in force(tokenizer, "half an ans"):
-            yield 0, Delta([token_id], [reader.push(token_id, None)[0]])
-        raise error
-
-    async def read() -> list[dict[str, Any]]:
-        return [event async for event in run(reader, deltas(), 3, kept.append, tell)]
-
-    if tell:
-        last = asyncio.run(read())[-1]
-        assert last["type"] == "response.failed" and last["response"] == kept[0]
-    else:
-        with pytest.raises(type(error)):
-            asyncio.run(read())
-    message = "the engine is not running" if isinstance(error, EngineStoppedError) else "internal server error"
+    answer = ResponseAnswer(reader, 3, kept.append)
+    answer.begin()
+    for token_id in force(tokenizer, "half an ans"):
+        answer.add(0, Delta([token_id], [reader.push(token_id, None)[0]]))
+    last = answer.fail(as_api_error(error))[-1]
+    answer.close()
+    assert last["type"] == "response.failed" and last["response"] == kept[0]
+    stopped = "the engine stopped before the answer was complete"
+    message = stopped if isinstance(error, EngineStoppedError) else "internal server error"
     assert kept[0]["status"] == "failed" and kept[0]["error"] == {"code": "server_error", "message": message}
     assert kept[0]["output"][0]["content"][0]["text"] == "half an ans"
 

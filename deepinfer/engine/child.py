@@ -1,0 +1,65 @@
+"""The engine process as its parent sees it: how it is started, how many threads it gets, how it ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from deepinfer.engine.messages import Connection, EngineMessage, Failed
+from deepinfer.errors import EngineStoppedError
+
+
+def default_threads() -> int:
+    """Processor threads for the engine's arithmetic: one core is left to the server, which works beside it.
+
+    Sharing its core with the server costs an engine more than one core less: all of its threads wait for the one that
+    was interrupted. OMP_NUM_THREADS decides, if it is set.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores - 1)
+
+
+class Child:
+    """A process that waits for a Start message to load a model and run an engine; `connection` leads to it."""
+
+    def __init__(self, threads: int) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "deepinfer.engine.process", str(theirs.fileno())]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        try:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.connection: Connection[EngineMessage] = Connection(ours, EngineMessage)
+
+    def kill(self) -> int:
+        """Returns the exit code."""
+        self.process.kill()
+        return self.process.wait()
+
+
+def ending(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def died_loading(code: int) -> EngineStoppedError:
+    return EngineStoppedError(f"the engine process {ending(code)} while it loaded the model")
+
+
+def start_error(failed: Failed) -> Exception:
+    """What the process could not load, as the error that loading it here would have raised."""
+    if failed.kind == "value":
+        return ValueError(failed.message)
+    if failed.kind == "os":
+        return OSError(0, failed.message, failed.filename)
+    return EngineStoppedError(f"the engine could not be loaded: {failed.kind}: {failed.message}")
