@@ -10,7 +10,7 @@ import sys
 import typer
 
 from deepinfer import envs
-from deepinfer.commands import bench, chat, doctor, generate, kernels, plan, recipe, run_batch, serve
+from deepinfer.commands import bench, chat, deepspec, doctor, generate, kernels, plan, recipe, run_batch, serve
 from deepinfer.commands.options import examples
 
 app = typer.Typer(
@@ -60,6 +60,7 @@ run_batch.register(app)
 doctor.register(app)
 plan.register(app)
 app.add_typer(bench.app, name="bench")
+app.add_typer(deepspec.app, name="deepspec")
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(recipe.app, name="recipe")
 

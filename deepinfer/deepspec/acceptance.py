@@ -29,6 +29,10 @@ class Answer:
     num_answer: int
     temperature: float
 
+    @property
+    def prompt(self) -> list[int]:
+        return self.token_ids[: len(self.token_ids) - self.num_answer]
+
 
 @dataclass(frozen=True)
 class Judged:

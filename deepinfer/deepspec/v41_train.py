@@ -25,26 +25,13 @@ from torch import Tensor
 from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec.losses import LossWeights, block_losses
 from deepinfer.deepspec.targets import V41Target, with_draft_layers
+from deepinfer.deepspec.train import blocks_of, pick_anchors
 from deepinfer.deepspec.v41_blocks import BlockModel, draft_kinds, initial_masters
 from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, head_weights, write_head
 from deepinfer.train.batches import Batches, load_rows
 from deepinfer.train.optimizer import Optimizer, Rates
 from deepinfer.train.parameters import Parameters
 from deepinfer.train.pretrain import Run, Schedule, StepResult, train
-
-
-def pick_anchors(counted: Tensor, num_anchors: int, block_size: int) -> Tensor:
-    """int64 [R, A] random positions, those first whose first draft counts. counted [R, T]: target of each position."""
-    last = counted.shape[1] - block_size
-    order = torch.rand(counted.shape[0], last, device=counted.device) + counted[:, 1 : last + 1]
-    return order.topk(min(num_anchors, last), dim=-1).indices
-
-
-def blocks_of(x: Tensor, anchors: Tensor, block_size: int) -> Tensor:
-    """x [R, T, ...] at the block positions p + 1 ... p + B of anchors [R, A] -> [R * A, B, ...]."""
-    positions = (anchors.unsqueeze(-1) + 1 + torch.arange(block_size, device=anchors.device)).flatten(1)
-    rows = torch.arange(len(x), device=x.device).unsqueeze(1)
-    return x[rows, positions].reshape(-1, block_size, *x.shape[2:])
 
 
 def gradient_step(

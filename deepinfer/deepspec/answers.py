@@ -1,0 +1,149 @@
+"""Answers that the target itself writes: through this engine for its own checkpoints, else through `transformers`.
+
+Drafts are trained on what their target says, not on what people wrote. Answers go to a JSON-lines file as they come, so
+that a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepinfer.deepspec.acceptance import Answer
+from deepinfer.deepspec.targets import is_v41
+from deepinfer.deepspec.tasks import Prompt
+
+BATCH = 256  # prompts between two writes
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn. `max_tokens` of each; 0 is greedy."""
+
+    temperature: float = 0.7
+    max_tokens: int = 256
+    seed: int = 0
+
+
+Write = Callable[[Sequence[list[int]], Sampling, int], list[list[int]]]  # prompts, sampling, first number -> answers
+
+
+class EngineWriter:
+    """A checkpoint of this project, answered by its engine."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        from deepinfer.llm import LLM
+
+        self.llm = LLM(folder, device=device)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        from deepinfer.recipe import encode_prompt, render_chat
+
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None:
+            raise ValueError("target: it has no tokenizer.json")
+        if not prompt.is_chat:
+            return [tokenizer.control_id("bos"), *tokenizer.encode_text(prompt.text)]
+        messages = [{"role": "user", "content": prompt.text}]
+        return encode_prompt(render_chat(messages, model_version=tokenizer.model_version), tokenizer)
+
+    def write(self, prompts: Sequence[list[int]], sampling: Sampling, first: int) -> list[list[int]]:
+        from deepinfer.params import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=sampling.seed + first + i
+            )
+            for i in range(len(prompts))
+        ]
+        return [list(output.outputs[0].token_ids) for output in self.llm.generate(prompts, params)]
+
+
+class HuggingFaceWriter:
+    """Any local causal model, answered one prompt after the other by `transformers`."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        self.model, self.folder = model.to(device).eval(), folder
+        self._tokenizer: Any = None
+        self._load_tokenizer = lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        self._tokenizer = self._tokenizer or self._load_tokenizer()
+        if prompt.is_chat and self._tokenizer.chat_template:
+            messages = [{"role": "user", "content": prompt.text}]
+            return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        return list(self._tokenizer.encode(prompt.text))
+
+    @torch.no_grad()
+    def write(self, prompts: Sequence[list[int]], sampling: Sampling, first: int) -> list[list[int]]:
+        how: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature > 0:
+            how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        answers = []
+        for i, prompt in enumerate(prompts):
+            torch.manual_seed(sampling.seed + first + i)
+            ids = torch.tensor([prompt], device=self.model.device)
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=sampling.max_tokens, pad_token_id=0, **how
+            )
+            answers.append(out[0, len(prompt) :].tolist())
+        return answers
+
+
+def load_writer(folder: Path, device: str) -> EngineWriter | HuggingFaceWriter:
+    """What answers for the checkpoint in `folder`."""
+    return EngineWriter(folder, device) if is_v41(folder) else HuggingFaceWriter(folder, device)
+
+
+def write_answers(
+    path: Path,
+    prompts: Sequence[list[int]],
+    write: Write,
+    sampling: Sampling,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[Answer]:
+    """The answers to `prompts`, from `path` where they are, else written there.
+
+    Raises:
+        ValueError: the file belongs to other prompts or another sampling.
+    """
+    done = read_answers(path) if path.is_file() else []
+    same = all(
+        (answer.prompt, answer.temperature) == (prompt, sampling.temperature)
+        for answer, prompt in zip(done, prompts, strict=False)
+    )
+    if len(done) > len(prompts) or not same:
+        raise ValueError(f"answers: {path} holds answers to other prompts, allowed: a new file")
+    advance(len(done))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for start in range(len(done), len(prompts), BATCH):
+            part = prompts[start : start + BATCH]
+            for prompt, ids in zip(part, write(part, sampling, start), strict=True):
+                done.append(Answer([*prompt, *ids], len(ids), sampling.temperature))
+                file.write(json.dumps(asdict(done[-1])) + "\n")
+            file.flush()
+            advance(len(part))
+    return done
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """The answers of a file; a last line that was cut off is left out and removed."""
+    answers, whole = [], 0
+    with path.open("rb+") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            answers.append(Answer(**json.loads(line)))
+        file.truncate(whole)
+    return answers

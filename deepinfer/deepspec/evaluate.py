@@ -1,0 +1,193 @@
+"""Acceptance length and projected speed-up of a draft, task set by task set."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.config.model import ModelConfig
+from deepinfer.deepspec.acceptance import Acceptance, Answer, DraftBlocks, Judged, acceptance_of, judge
+from deepinfer.deepspec.drafts import BlockDraft, Eagle3Draft
+from deepinfer.deepspec.losses import Blocks
+from deepinfer.deepspec.targets import HuggingFaceTarget, V41Target
+from deepinfer.deepspec.train import CONFIG_NAME, load_draft
+from deepinfer.deepspec.v41_blocks import BlockModel
+from deepinfer.models.loader import is_draft, load_weights
+
+TIMED_CONTEXT, TIMED_REPEATS = 128, 5
+
+
+@dataclass(frozen=True)
+class LoadedDraft:
+    """A draft ready to be asked."""
+
+    blocks: DraftBlocks
+    block_size: int
+
+
+def open_draft(target: V41Target | HuggingFaceTarget, folder: Path, length: int) -> LoadedDraft:
+    """The draft in `folder`: one that `train` saved, or the head of a V4.1 checkpoint.
+
+    Raises:
+        ValueError: there is none, or it drafts for another target.
+    """
+    if (folder / CONFIG_NAME).is_file():
+        draft = load_draft(folder, str(target.embed.device)).eval()
+        if draft.config.target != target.shape:
+            raise ValueError(f"draft: {folder} is for a target of {draft.config.target}, this one has {target.shape}")
+        return LoadedDraft(_bound(draft, target), draft.config.block_size)
+    if not isinstance(target, V41Target) or not (folder / "config.json").is_file():
+        raise ValueError(f"draft: neither draft_config.json nor a checkpoint with a draft head in {folder}")
+    config = ModelConfig.from_file(folder)
+    if not config.num_nextn_predict_layers:
+        raise ValueError(f"draft: the checkpoint in {folder} has no draft head (num_nextn_predict_layers is 0)")
+    weights = load_weights(folder, config, target.embed.dtype, target.embed.device, include=is_draft)
+    model = BlockModel(config, target.embed, target.head, length)
+
+    def blocks(taps: Tensor, tokens: Tensor, anchors: Tensor) -> Blocks:
+        return model(weights, taps, tokens, anchors)
+
+    return LoadedDraft(blocks, model.size)
+
+
+def _bound(draft: BlockDraft | Eagle3Draft, target: V41Target | HuggingFaceTarget) -> DraftBlocks:
+    def blocks(taps: Tensor, tokens: Tensor, anchors: Tensor) -> Blocks:
+        return draft(target, taps, tokens, anchors)
+
+    return blocks
+
+
+def judge_all(
+    target: V41Target | HuggingFaceTarget,
+    draft: LoadedDraft,
+    answers: list[Answer],
+    length: int,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[Judged]:
+    """Every answer that has a prompt, at least two tokens and room in a row."""
+    judged = []
+    for seed, answer in enumerate(answers):
+        fits = len(answer.token_ids) + draft.block_size + 1 <= length
+        if answer.num_answer >= 2 and fits and len(answer.token_ids) > answer.num_answer:
+            judged.append(judge(target, draft.blocks, answer, length, draft.block_size, seed))
+        advance(1)
+    return judged
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of one step at batch 1."""
+
+    decode: float  # the target on one token
+    verify: float  # on block_size + 1 tokens
+    draft: float  # one block
+
+    def speed_up(self, acceptance: Acceptance) -> float:
+        """Projected, against decoding token by token."""
+        return acceptance.mean_length * self.decode / (self.verify + self.draft)
+
+
+def step_times(target: V41Target | HuggingFaceTarget, folder: Path, draft: LoadedDraft) -> StepTimes | None:
+    """Measured on this machine; None where there is nothing to run a draft of this kind with."""
+    if isinstance(target, HuggingFaceTarget):
+        return _times_of_transformers(target, draft)
+    if (folder / CONFIG_NAME).is_file():
+        return None  # the engine runs a V4.1 checkpoint's own head only
+    return _times_of_engine(folder, str(target.embed.device))
+
+
+def _milliseconds(run: Callable[[], Any], device: str) -> float:
+    """The fastest of a few runs after one that does not count."""
+    best = float("inf")
+    for repeat in range(TIMED_REPEATS + 1):
+        began = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        if repeat:
+            best = min(best, time.perf_counter() - began)
+    return 1e3 * best
+
+
+@torch.no_grad()
+def _times_of_transformers(target: HuggingFaceTarget, draft: LoadedDraft) -> StepTimes:
+    from transformers import DynamicCache
+
+    device = str(target.embed.device)
+    context = torch.zeros(1, TIMED_CONTEXT, dtype=torch.int64, device=device)
+
+    # Releases of transformers differ in the name of this argument.
+    name = "cache" if "cache" in inspect.signature(target.model.forward).parameters else "past_key_values"
+
+    def step(count: int) -> float:
+        cache = DynamicCache()
+        target.model(context, use_cache=True, **{name: cache})
+
+        def run() -> None:
+            target.model(context[:, :count], use_cache=True, **{name: cache})
+            cache.crop(-count)
+
+        return _milliseconds(run, device)
+
+    taps, _ = target(context)
+    tokens = torch.zeros(1, TIMED_CONTEXT + 1, dtype=torch.int64, device=device)
+    anchor = torch.tensor([[TIMED_CONTEXT - 1 - draft.block_size]], device=device)
+    drafting = _milliseconds(lambda: draft.blocks(taps, tokens, anchor), device)
+    return StepTimes(step(1), step(draft.block_size + 1), drafting)
+
+
+def _times_of_engine(folder: Path, device: str) -> StepTimes:
+    """Steps of the engine's model and head, run eagerly."""
+    from deepinfer.models.inputs import ModelInputs
+    from deepinfer.models.registry import load_model
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model: Any = load_model(folder, dtype, device, draft_head=True)
+    head, block = model.draft_head, 128
+    caches = model.allocate_caches(2 + TIMED_CONTEXT // block, block, 2, model.default_cache_dtype)
+    table = torch.arange(1, 2 + TIMED_CONTEXT // block, dtype=torch.int32, device=device).unsqueeze(0)
+    slot = torch.ones(1, dtype=torch.int32, device=device)
+
+    def inputs(start: int, count: int) -> ModelInputs:
+        ends = torch.tensor([0, count], dtype=torch.int32, device=device)
+        return ModelInputs(
+            is_prefill=count > 1,
+            token_ids=torch.zeros(count, dtype=torch.int64, device=device),
+            positions=torch.arange(start, start + count, device=device),
+            query_start=ends,
+            context_lens=ends[1:] + start,
+            block_tables=table,
+            state_slots=slot,
+            logits_rows=torch.arange(count, device=device),
+        )
+
+    def run(start: int, count: int) -> None:
+        model.forward(inputs(start, count), caches)
+        head.store(model.taps, caches)
+
+    run(0, TIMED_CONTEXT)
+    last, token = torch.tensor([TIMED_CONTEXT - 1], device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    return StepTimes(
+        _milliseconds(lambda: model.forward(inputs(TIMED_CONTEXT, 1), caches), device),
+        _milliseconds(lambda: run(TIMED_CONTEXT, head.block_size + 1), device),
+        _milliseconds(lambda: head.draft(last, token, slot, caches), device),
+    )
+
+
+def summary(judged: dict[str, list[Judged]], times: StepTimes | None) -> dict[str, dict[str, Any]]:
+    """Figures by task set, and of all together."""
+    rows = {}
+    everything = [one for part in judged.values() for one in part]
+    for name, part in {**judged, "all": everything}.items():
+        if not part:
+            continue
+        acceptance = acceptance_of(part)
+        rows[name] = {**vars(acceptance), "speed_up": None if times is None else times.speed_up(acceptance)}
+    return rows

@@ -1,0 +1,143 @@
+"""Training rows and the target's hidden states for them: computed once and kept in shards, or at every step.
+
+A row is one answer with its prompt, padded to a fixed length; `counted` marks the tokens that the target wrote. The
+cache of hidden states is what takes space: (taps + final state) x hidden size x 2 bytes a token, tens of terabytes for
+a data set of a large model. `cache_bytes` says so before anything is computed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deepinfer.deepspec.acceptance import Answer
+from deepinfer.deepspec.targets import Shape, Target
+
+
+@dataclass(frozen=True)
+class Rows:
+    """tokens int64 [N, T + 1]; counted float32 [N, T], 1 where tokens[:, t + 1] was written by the target."""
+
+    tokens: Tensor
+    counted: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows with their hidden states."""
+
+    tokens: Tensor  # int64 [R, T + 1]
+    counted: Tensor  # float32 [R, T]
+    taps: Tensor  # [R, T, n * D]
+    hidden: Tensor  # [R, T, D]
+
+
+def rows_of(answers: list[Answer], length: int) -> Rows:
+    """One row an answer, cut to length + 1 tokens or padded with token 0.
+
+    Raises:
+        ValueError: no answer has a token that counts.
+    """
+    tokens = torch.zeros(len(answers), length + 1, dtype=torch.int64)
+    counted = torch.zeros(len(answers), length)
+    for row, answer in enumerate(answers):
+        ids = answer.token_ids[: length + 1]
+        tokens[row, : len(ids)] = torch.tensor(ids)
+        counted[row, max(len(answer.token_ids) - answer.num_answer - 1, 0) : len(ids) - 1] = 1
+    keep = counted.any(1)
+    if not keep.any():
+        raise ValueError(f"length: {length}, allowed: more tokens than the prompts have")
+    return Rows(tokens[keep], counted[keep])
+
+
+def cache_bytes(num_rows: int, length: int, shape: Shape) -> int:
+    """Size of the hidden-state cache: BF16 taps and final states, and the tokens."""
+    return num_rows * length * ((shape.num_taps + 1) * shape.hidden_size * 2 + 12)
+
+
+def write_cache(
+    folder: Path, rows: Rows, target: Target, rows_a_shard: int, advance: Callable[[int], None] = lambda count: None
+) -> list[Path]:
+    """Compute and store the hidden states of all rows; shards that are there and whole are kept.
+
+    Raises:
+        ValueError: the disk has too little room.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    device = target.embed.device
+    starts = range(0, len(rows), rows_a_shard)
+    paths = [folder / f"shard-{i:05d}-of-{len(starts):05d}.safetensors" for i in range(len(starts))]
+    missing = [(path, start) for path, start in zip(paths, starts, strict=True) if not _is_whole(path, rows, start)]
+    advance(len(paths) - len(missing))
+    needed = cache_bytes(len(missing) * rows_a_shard, rows.counted.shape[1], target.shape)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(f"cache: {needed >> 20} MiB to write, {free >> 20} MiB free in {folder}")
+    for path, start in missing:
+        tokens, counted = (t[start : start + rows_a_shard] for t in (rows.tokens, rows.counted))
+        taps, hidden = target(tokens[:, :-1].to(device))
+        states = {"taps": taps.to(torch.bfloat16).cpu(), "hidden": hidden.to(torch.bfloat16).cpu()}
+        save_file({"tokens": tokens.contiguous(), "counted": counted.contiguous(), **states}, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
+        advance(1)
+    return paths
+
+
+def _is_whole(path: Path, rows: Rows, start: int) -> bool:
+    """Whether a shard can be read and holds these tokens."""
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, framework="pt") as shard:
+            tokens = shard.get_tensor("tokens")
+    except (SafetensorError, OSError):
+        return False
+    return torch.equal(tokens, rows.tokens[start : start + len(tokens)])
+
+
+def cached_batches(paths: list[Path], batch: int, seed: int, rank: int, ranks: int, device: str) -> Iterator[Batch]:
+    """Endless batches of `batch` rows for process `rank` of `ranks`, shard by shard in a new order every epoch."""
+    sizes = []
+    for path in paths:
+        with safe_open(path, framework="pt") as shard:
+            sizes.append(shard.get_slice("tokens").get_shape()[0])
+    if max(sizes) < batch * ranks:
+        raise ValueError(f"batch: {batch} rows of {ranks} processes, allowed: at most {max(sizes)} rows a shard")
+    epoch = 0
+    while True:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        for index in torch.randperm(len(paths), generator=generator).tolist():
+            order = torch.randperm(sizes[index], generator=generator)
+            if len(order) < batch * ranks:
+                continue
+            with safe_open(paths[index], framework="pt", device="cpu") as shard:
+                parts = {name: shard.get_tensor(name) for name in ("tokens", "counted", "taps", "hidden")}
+            for start in range(0, len(order) - batch * ranks + 1, batch * ranks):
+                mine = order[start + rank : start + batch * ranks : ranks]
+                yield Batch(**{name: value[mine].to(device) for name, value in parts.items()})
+        epoch += 1
+
+
+def computed_batches(rows: Rows, target: Target, batch: int, seed: int, rank: int, ranks: int) -> Iterator[Batch]:
+    """The same from rows alone: the target runs at every step and nothing is stored."""
+    if len(rows) < batch * ranks:
+        raise ValueError(f"batch: {batch} rows of {ranks} processes, allowed: at most {len(rows)} rows")
+    device, epoch = target.embed.device, 0
+    while True:
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        for start in range(0, len(order) - batch * ranks + 1, batch * ranks):
+            mine = order[start + rank : start + batch * ranks : ranks]
+            tokens = rows.tokens[mine].to(device)
+            taps, hidden = target(tokens[:, :-1])
+            yield Batch(tokens, rows.counted[mine].to(device), taps, hidden)
+        epoch += 1

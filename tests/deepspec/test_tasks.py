@@ -1,0 +1,60 @@
+"""Prompts in the public formats of the task sets."""
+
+import gzip
+import json
+
+import pytest
+
+from deepinfer.deepspec.tasks import Prompt, read_tasks
+
+LINES = {
+    "gsm8k": ({"question": "How many?", "answer": "#### 3"}, Prompt("How many?", True)),
+    "math500": ({"problem": "Solve $x$", "solution": "1", "level": 2}, Prompt("Solve $x$", True)),
+    "humaneval": (
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "", "canonical_solution": ""},
+        Prompt("def f():\n", False),
+    ),
+    "mbpp": ({"text": "Write a function", "code": "", "task_id": 1, "test_list": []}, Prompt("Write a function", True)),
+    "mbpp_sanitized": ({"prompt": "Write it", "code": "", "task_id": 2}, Prompt("Write it", True)),
+    "mt-bench": ({"question_id": 81, "turns": ["First", "Second"]}, Prompt("First", True)),
+    "mt-bench-hf": ({"category": "writing", "prompt": ["First", "Second"]}, Prompt("First", True)),
+    "alpaca": ({"instruction": "Say", "input": "this", "output": ""}, Prompt("Say\n\nthis", True)),
+    "alpaca_plain": ({"instruction": "Say", "input": "", "output": ""}, Prompt("Say", True)),
+}
+
+
+def test_all_formats(tmp_path):
+    for name, (line, _) in LINES.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n\n" + json.dumps(line) + "\n")
+    assert read_tasks(tmp_path) == {name: [prompt, prompt] for name, (_, prompt) in LINES.items()}
+    assert all(len(prompts) == 1 for prompts in read_tasks(tmp_path, limit=1).values())
+
+
+def test_compressed_files(tmp_path):
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(json.dumps(LINES["humaneval"][0]))
+    assert read_tasks(tmp_path) == {"HumanEval": [LINES["humaneval"][1]]}
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("", "holds no prompt"),
+        ("{", "line 1"),
+        ("[1]", "line 1: not a JSON object"),
+        ('{"question": "a"}\n{"other": 1}', "line 2: no question"),
+        ('{"question": 3}', "question must be a text"),
+        ('{"turns": []}', "turns must be a list"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, text, message):
+    (tmp_path / "set.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_tasks(tmp_path)
+
+
+def test_folders_without_sets(tmp_path):
+    with pytest.raises(ValueError, match=r"no \.jsonl file"):
+        read_tasks(tmp_path)
+    with pytest.raises(ValueError, match="not a folder"):
+        read_tasks(tmp_path / "absent")

@@ -1,0 +1,185 @@
+"""Rows, the hidden-state cache, and training: alone, and the same by two processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deepinfer.deepspec.acceptance import Answer
+from deepinfer.deepspec.answers import Sampling, read_answers, write_answers
+from deepinfer.deepspec.drafts import ALGORITHMS, DraftConfig, build_draft
+from deepinfer.deepspec.rows import cache_bytes, cached_batches, computed_batches, rows_of, write_cache
+from deepinfer.deepspec.targets import Shape
+from deepinfer.deepspec.train import TrainingOptions, load_draft, save_draft, train
+
+VOCAB, DIM, LENGTH = 12, 16, 20
+
+
+class CountingTarget:
+    """The next token is the last one plus a step that the first token says: a draft can learn it."""
+
+    shape = Shape(DIM, VOCAB, 1)
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.embed = torch.randn(VOCAB, DIM, generator=generator)
+        self.head = 4.0 * torch.eye(VOCAB, DIM)
+        self.calls = 0
+
+    def __call__(self, tokens):
+        self.calls += 1
+        following = (tokens + tokens[:, :1]) % VOCAB
+        hidden = torch.nn.functional.one_hot(following, DIM).float()
+        return hidden + 0.1 * self.embed[tokens], hidden
+
+
+def counting_answers(count: int) -> list[Answer]:
+    answers = []
+    for i in range(count):
+        step = 1 + i % 5
+        ids = [step]
+        while len(ids) < LENGTH - 2:
+            ids.append((ids[-1] + step) % VOCAB)
+        answers.append(Answer(ids, len(ids) - 3, 0.0))
+    return answers
+
+
+def small(algorithm: str) -> DraftConfig:
+    return DraftConfig(
+        algorithm, CountingTarget.shape, 3, 1, num_heads=2, head_dim=8, intermediate_size=32, markov_rank=4
+    )
+
+
+def test_rows_count_what_the_target_wrote():
+    rows = rows_of([Answer([5, 6, 7, 8, 9], 2, 0.0), Answer(list(range(30)), 5, 0.0)], 6)
+    assert len(rows) == 1  # the second prompt alone is longer than a row
+    assert rows.tokens[0].tolist() == [5, 6, 7, 8, 9, 0, 0]
+    assert rows.counted[0].tolist() == [0, 0, 1, 1, 0, 0]
+    with pytest.raises(ValueError, match="length"):
+        rows_of([Answer(list(range(30)), 5, 0.0)], 6)
+
+
+def test_cache_has_its_estimated_size_and_goes_on(tmp_path):
+    rows, target = rows_of(counting_answers(10), LENGTH), CountingTarget()
+    paths = write_cache(tmp_path, rows, target, 4)
+    assert [path.name for path in paths] == [f"shard-0000{i}-of-00003.safetensors" for i in range(3)]
+    size = sum(path.stat().st_size for path in paths)
+    assert size == pytest.approx(cache_bytes(10, LENGTH, target.shape), rel=0.15)
+    paths[1].write_bytes(paths[1].read_bytes()[:-100])  # a run that was stopped
+    advanced, before = [], target.calls
+    write_cache(tmp_path, rows, target, 4, advanced.append)
+    assert target.calls == before + 1 and advanced == [2, 1]
+    other = rows_of(counting_answers(11)[1:], LENGTH)
+    write_cache(tmp_path, other, target, 4)
+    assert target.calls == before + 4  # other rows: nothing of the old cache is theirs
+
+
+def test_processes_share_an_epoch(tmp_path):
+    """Two ranks see every row of an epoch once between them; the cache gives what the target computes."""
+    rows, target = rows_of(counting_answers(8), LENGTH), CountingTarget()
+    rows.tokens[:, LENGTH - 1] = torch.arange(8)  # tells rows apart
+    paths = write_cache(tmp_path, rows, target, 8)
+    for make in (
+        lambda rank: cached_batches(paths, 2, 0, rank, 2, "cpu"),
+        lambda rank: computed_batches(rows, target, 2, 0, rank, 2),
+    ):
+        seen = []
+        for rank in range(2):
+            batches = make(rank)
+            for _ in range(2):
+                batch = next(batches)
+                seen += batch.tokens[:, LENGTH - 1].tolist()
+                taps, hidden = target(batch.tokens[:, :-1])
+                torch.testing.assert_close(batch.taps.float(), taps, atol=0.02, rtol=0.02)
+                torch.testing.assert_close(batch.hidden.float(), hidden, atol=0.02, rtol=0.02)
+        assert sorted(seen) == list(range(8))
+    with pytest.raises(ValueError, match="batch"):
+        next(computed_batches(rows, target, 5, 0, 0, 2))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_drafts_learn(algorithm, tmp_path):
+    target, rows = CountingTarget(), rows_of(counting_answers(40), LENGTH)
+    draft = build_draft(small(algorithm))
+    lengths = []
+    options = TrainingOptions(60, batch=8, anchors=8, learning_rate=1e-2)
+    train(
+        draft, target, computed_batches(rows, target, 8, 0, 0, 1), options,
+        report=lambda step, figures: lengths.append(figures["accepted_length"]),
+    )  # fmt: skip
+    assert lengths[0] < 1.5 and lengths[-1] > 2.5
+    save_draft(tmp_path, draft, {"steps": 60})
+    again = load_draft(tmp_path)
+    assert again.config == draft.config
+    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters(), strict=True))
+
+
+def test_rate():
+    options = TrainingOptions(100, learning_rate=1.0)
+    assert options.rate(0) == pytest.approx(0.2)
+    assert options.rate(50) == 1.0
+    assert options.rate(85) == pytest.approx(0.5)
+
+
+WORKER = """
+import sys, torch
+from deepinfer.deepspec.rows import computed_batches, rows_of
+from deepinfer.deepspec.drafts import build_draft
+from deepinfer.deepspec.train import TrainingOptions, processes, save_draft, train
+from tests.deepspec.test_training import LENGTH, CountingTarget, counting_answers, small
+torch.set_num_threads(1)
+with processes("cpu") as (rank, ranks):
+    target, rows = CountingTarget(), rows_of(counting_answers(16), LENGTH)
+    draft = build_draft(small("dspark"))
+    every = LENGTH - 3  # all anchors: nothing is random
+    options = TrainingOptions(3, batch=4 // ranks, anchors=every)
+    train(draft, target, computed_batches(rows, target, 4 // ranks, 0, rank, ranks), options, ranks)
+    save_draft(__import__("pathlib").Path(sys.argv[1]) / str(rank), draft, {})
+"""
+
+
+def test_two_processes_do_what_one_does(tmp_path):
+    """Gradients are averaged over gloo: the same weights on both ranks, and those of one process with all rows."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+
+    def start(rank: int, ranks: int, out):
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        return subprocess.Popen([sys.executable, "-c", WORKER, str(out)], env={**environment, **group})
+
+    workers = [start(rank, 2, tmp_path / "two") for rank in range(2)] + [start(0, 1, tmp_path / "one")]
+    assert [worker.wait(timeout=120) for worker in workers] == [0, 0, 0]
+    one, first, second = (load_draft(tmp_path / name) for name in ("one/0", "two/0", "two/1"))
+    fresh = build_draft(small("dspark"))
+    for (name, a), b, c in zip(one.named_parameters(), first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(b, c), name
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=0.05, msg=name)
+    assert not torch.equal(one.fuse.weight, fresh.fuse.weight)
+
+
+def test_answers_go_on_where_they_were(tmp_path):
+    path, asked = tmp_path / "answers.jsonl", []
+
+    def write(prompts, sampling, first):
+        asked.extend(range(first, first + len(prompts)))
+        return [[sum(prompt), first] for prompt in prompts]
+
+    prompts = [[i, i + 1] for i in range(5)]
+    whole = write_answers(path, prompts, write, Sampling())
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:10])
+    asked.clear()
+    again = write_answers(path, prompts, write, Sampling())
+    assert asked == [3, 4] and [a.token_ids[:3] for a in again] == [a.token_ids[:3] for a in whole]
+    assert read_answers(path) == again
+    with pytest.raises(ValueError, match="other prompts"):
+        write_answers(path, [[9, 9]], write, Sampling())
+    with pytest.raises(ValueError, match="other prompts"):
+        write_answers(path, prompts, write, Sampling(temperature=0.1))
