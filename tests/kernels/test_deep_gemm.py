@@ -17,7 +17,7 @@ from deepinfer.kernels.deep_gemm.fp8_variants import SHARED_BYTES, TILES, choose
 from deepinfer.kernels.deep_gemm.moe import routed_experts
 from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gate_up, grouped_gemm
 from deepinfer.kernels.deep_gemm.mqa_logits import PAGE, PAGE_BYTES, mqa_logits, paged_mqa_logits
-from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
+from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.reference.basic import swiglu
 from deepinfer.kernels.reference.indexer import index_scores as reference_scores
 from deepinfer.kernels.reference.moe import moe_experts_fp4
@@ -389,6 +389,9 @@ def test_routed_experts_agree_with_the_reference(tokens, experts, slots):
     expected = moe_experts_fp4.reference(x, chosen, gates, w13, s13, w2, s2, 7.0, True)
     assert relative_error(result, expected.double()) < 0.01
     assert torch.equal(routed_experts(x, chosen, gates, *weights, 7.0), result)
+    other = torch.randn(tokens, dim, device="cuda").bfloat16()
+    both = routed_experts(x, chosen, gates, *weights, 7.0, other)
+    assert both.dtype == torch.bfloat16 and relative_error(both, (result + other).double()) < TOLERANCE
     one = routed_experts(x[:1], chosen[:1], gates[:1], *weights, 7.0)
     assert torch.equal(one, result[:1])  # whatever else is in the batch
 

@@ -4,7 +4,7 @@
 //
 // Eight threads make 128 values of one row. Macro FROM_FP8: the input is E4M3 with UE8M0 scales already, else BF16.
 
-#include "hopper.cuh"
+#include "../deep_jit/hopper.cuh"
 #include "tma.cuh"
 
 struct Params {

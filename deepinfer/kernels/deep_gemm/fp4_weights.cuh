@@ -6,7 +6,7 @@
 // nibble; the nibbles' top bits are the signs, where they have to be shifted least. A scale is 2^(t - 5) times the row's own.
 #pragma once
 
-#include "hopper.cuh"
+#include "../deep_jit/hopper.cuh"
 
 #define TILE_ROWS 256
 #define TILE_CODES (TILE_ROWS * 64)

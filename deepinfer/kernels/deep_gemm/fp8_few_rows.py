@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_gemm.fp8_gemm import processors, row_scales_layout
-from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
+from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit import Build, Kernel
 
 SOURCE = Path(__file__).parent / "fp8_few_rows.cu"

@@ -14,18 +14,18 @@ from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights
 from deepinfer.kernels.deep_gemm.moe_gemm import MAX_EXPERTS, grouped_gate_up, grouped_gemm
 from deepinfer.kernels.deep_jit import Build, Kernel
 
-SOURCE = Path(__file__).parent / "moe_route.cu"
+FOLDER = Path(__file__).parent
 THREADS = 1024
 
 
 def builds() -> list[Build]:
-    """The routing kernel."""
-    return [Build("moe_route", SOURCE)]
+    """Routing and the last sum."""
+    return [Build(name, FOLDER / f"{name}.cu") for name in ("moe_route", "moe_sum")]
 
 
 @cache
-def _kernel() -> Kernel:
-    return Kernel(builds()[0])
+def _kernel(index: int = 0) -> Kernel:
+    return Kernel(builds()[index])
 
 
 def load() -> None:
@@ -55,20 +55,39 @@ def route(chosen: Tensor, gates: Tensor, experts: int) -> tuple[Tensor, Tensor, 
 
 
 def routed_experts(
-    x: Tensor, chosen: Tensor, gates: Tensor, w13: ExpertWeights, w2: ExpertWeights, limit: float
+    x: Tensor,
+    chosen: Tensor,
+    gates: Tensor,
+    w13: ExpertWeights,
+    w2: ExpertWeights,
+    limit: float,
+    other: Tensor | None = None,
 ) -> Tensor:
     """sum over the chosen experts of gate * SwiGLU expert, as `moe_experts_fp4` with quantised activations.
 
-    x BF16 [N, D], chosen int32 [N, k], gates float32 [N, k], w13 arranged with gate_up, w2 without -> float32 [N, D].
-    Slots are added in their order: the result does not depend on the batch. Raises ValueError.
+    x BF16 [N, D], chosen int32 [N, k], gates float32 [N, k], w13 arranged with gate_up, w2 without -> float32 [N, D];
+    or with `other`, BF16 [N, D] that is added to it, BF16. Slots are added in their order: the result does not depend
+    on the batch. Raises ValueError.
     """
     n, dim = x.shape
     slots = chosen.shape[1]
     if not n:
-        return torch.zeros(n, dim, device=x.device)
+        return torch.zeros(n, dim, device=x.device) if other is None else other
     begins, counts, tokens, pairs, sorted_gates = route(chosen, gates, w13.tiles.shape[0])
     values, scales = quantize_rows(x, rows=tokens, starts_early=True)
     z, z_scales = grouped_gate_up(values, scales, begins, counts, w13, sorted_gates, limit, starts_early=True)
     parts = torch.empty(n * slots, dim, dtype=torch.bfloat16, device=x.device)
     grouped_gemm(z, z_scales, begins, counts, w2, parts, pairs, starts_early=True)
-    return parts.view(n, slots, dim).sum(1, dtype=torch.float32)
+    return parts.view(n, slots, dim).sum(1, dtype=torch.float32) if other is None else _sum(parts, other, slots)
+
+
+def _sum(parts: Tensor, other: Tensor, slots: int) -> Tensor:
+    """parts BF16 [N * slots, D] summed over the slots, plus other BF16 [N, D]; in float32, rounded once."""
+    n, dim = other.shape
+    if other.dtype != torch.bfloat16 or other.stride(1) != 1 or other.stride(0) % 8 or other.data_ptr() % 16:
+        raise ValueError(f"other must be bfloat16 [{n}, {dim}] with rows 16 bytes aligned, got {other.dtype}")
+    out = torch.empty(n, dim, dtype=torch.bfloat16, device=other.device)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (parts, other, out)]
+    numbers = [ctypes.c_int(slots), ctypes.c_int(dim), ctypes.c_int64(other.stride(0) * 2)]
+    _kernel(1).launch((-(-dim // 1024), n, 1), (128, 1, 1), *pointers, *numbers, starts_early=True)
+    return out

@@ -1,7 +1,7 @@
 // Sorts the (token, slot) pairs of a mixture of experts by expert, in one block: rows of each expert, and for each row its
 // token, pair and gate. The order within an expert varies; results of the products do not depend on it.
 
-#include "hopper.cuh"
+#include "../deep_jit/hopper.cuh"
 #include "tma.cuh"
 
 #define THREADS 1024

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_gemm.fp8_gemm import processors
-from deepinfer.kernels.deep_gemm.tensor_map import tensor_map
+from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit import Build, Kernel
 
 SOURCE = Path(__file__).parent / "mqa_logits.cu"

@@ -5,7 +5,7 @@
 // columns 16 further.
 #pragma once
 
-#include "hopper.cuh"
+#include "../deep_jit/hopper.cuh"
 
 // Operands of the assembly: "%0, %1, ..." and "+f"(d[0]), "+f"(d[1]), ...
 #define NAMES_4 "%0, %1, %2, %3"

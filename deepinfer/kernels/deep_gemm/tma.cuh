@@ -1,7 +1,7 @@
 // The bulk copy engine and what clusters of two blocks need around it.
 #pragma once
 
-#include "hopper.cuh"
+#include "../deep_jit/hopper.cuh"
 
 struct alignas(64) TensorMap {
     u64 words[16];
@@ -48,8 +48,6 @@ template <int PENDING>
 DEVICE void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
-// What this thread stored in shared memory becomes visible to the copy engine and the tensor cores.
-DEVICE void fence_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Four 8 x 8 matrices of 16-bit values, two of a row in each lane's word; lane l points at row l % 8 of matrix l / 8.
 DEVICE void store_matrices(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)

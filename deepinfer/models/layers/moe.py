@@ -22,8 +22,12 @@ class Experts:
     w13: Tensor  # [E, 2I, D] = [w1 | w3]
     w2: Tensor  # [E, D, I]
 
-    def forward(self, y: Tensor, chosen: Tensor, gates: Tensor, limit: float, quantize_activations: bool) -> Tensor:
-        return ops.moe_experts(y, chosen, gates, self.w13, self.w2, limit, quantize_activations)
+    def forward(
+        self, y: Tensor, chosen: Tensor, gates: Tensor, limit: float, quantize_activations: bool, shared: Tensor
+    ) -> Tensor:
+        """y [N, D], chosen int32 [N, k], gates [N, k]; shared [N, D], what the shared expert makes of y -> [N, D]."""
+        routed = ops.moe_experts(y, chosen, gates, self.w13, self.w2, limit, quantize_activations)
+        return torch.add(routed, shared, out=torch.empty_like(y))  # added in the wider dtype, rounded once
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,13 @@ class StoredExperts:
     w2: Tensor  # [E, D, I / 2]
     w2_scale: Tensor  # [E, D, I / 32]
 
-    def forward(self, y: Tensor, chosen: Tensor, gates: Tensor, limit: float, quantize_activations: bool) -> Tensor:
+    def forward(
+        self, y: Tensor, chosen: Tensor, gates: Tensor, limit: float, quantize_activations: bool, shared: Tensor
+    ) -> Tensor:
+        """As `Experts.forward`."""
         weights = self.w13, self.w13_scale, self.w2, self.w2_scale
-        return ops.moe_experts_fp4(y, chosen, gates, *weights, limit, quantize_activations)
+        routed = ops.moe_experts_fp4(y, chosen, gates, *weights, limit, quantize_activations)
+        return torch.add(routed, shared, out=torch.empty_like(y))
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,11 @@ class ArrangedExperts:
     w13: ExpertWeights
     w2: ExpertWeights
 
-    def forward(self, y: Tensor, chosen: Tensor, gates: Tensor, limit: float, quantize_activations: bool) -> Tensor:
-        return routed_experts(y, chosen, gates, self.w13, self.w2, limit)
+    def forward(
+        self, y: Tensor, chosen: Tensor, gates: Tensor, limit: float, quantize_activations: bool, shared: Tensor
+    ) -> Tensor:
+        """As `Experts.forward`."""
+        return routed_experts(y, chosen, gates, self.w13, self.w2, limit, shared)
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,6 @@ class MoE:
         )
         if chosen_experts is not None:
             chosen_experts.append(chosen)
-        routed = self.experts.forward(y, chosen, gates, config.swiglu_limit, quantize_activations)
         z = ops.swiglu(quantized_linear(y, self.shared_w13, quantize_activations), config.swiglu_limit)
         shared = quantized_linear(z, self.shared_w2, quantize_activations)
-        return torch.add(routed, shared, out=torch.empty_like(y))  # added in the wider dtype, rounded once
+        return self.experts.forward(y, chosen, gates, config.swiglu_limit, quantize_activations, shared)
