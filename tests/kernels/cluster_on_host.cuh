@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -51,6 +52,12 @@ static int current;
 static ucontext_t scheduler;
 static Index threadIdx, blockIdx;
 
+static float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
+static u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
+static float fast_exp(float x) { return std::exp(x); }
+static float fast_reciprocal(float x) { return 1 / x; }
+static float fast_sqrt(float x) { return std::sqrt(x); }
+
 static void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
 static u32 arrive(Barrier& barrier) {
@@ -97,6 +104,19 @@ static u32 __match_any_sync(u32, u32 value) {
     return exchange(value, [=](u64* all) { u32 m = 0; for (int i = 0; i < 32; i++) m |= (all[i] == value) << i; return m; });
 }
 
+static u32 __ballot_sync(u32, bool value) {
+    return exchange(value, [](u64* all) { u32 m = 0; for (int i = 0; i < 32; i++) m |= (u32)all[i] << i; return m; });
+}
+static u32 __shfl_sync(u32, u32 value, int lane) {
+    return exchange(value, [=](u64* all) { return (u32)all[lane]; });
+}
+static float __shfl_xor_sync(u32, float value, int mask) {
+    u32 bits = __float_as_uint(value);
+    int lane = threadIdx.x % 32 ^ mask;
+    return __uint_as_float(exchange(bits, [=](u64* all) { return (u32)all[lane]; }));
+}
+static void __syncwarp() { sync(fibers[current].warp->barrier); }
+
 static u32 atomicAdd(u32* at, u32 value) { u32 old = *at; *at += value; return old; }
 static u32 atomicOr(u32* at, u32 value) { u32 old = *at; *at |= value; return old; }
 static int __popc(u32 x) { return __builtin_popcount(x); }
@@ -116,13 +136,19 @@ static void store_remote(u32 address, u32 value) { memcpy(place(address), &value
 static void store_remote_half(u32 address, u32 value) { memcpy(place(address), &value, 2); }
 static void store_remote2(u32 address, u32 a, u32 b) { store_remote(address, a), store_remote(address + 4, b); }
 
-static u32 negated_half(u32 x) { return (x & 0x7FFF) > 0x7F80 ? 0x7FFF : (x & 0x7FFF) == 0 ? 0 : x ^ 0x8000; }
-static u32 negated_bf16(u32 pair) { return negated_half(pair & 0xFFFF) | negated_half(pair >> 16) << 16; }
-static u32 negated_float(u32 x) {
-    u32 size = x & 0x7FFFFFFF;
-    return size > 0x7F800000 ? 0x7FFFFFFF : size == 0 ? 0 : x ^ 0x80000000;
+static u32 plain_float(u32 x) { return (x & 0x7FFFFFFF) > 0x7F800000 ? 0x7FFFFFFF : x == 0x80000000 ? 0 : x; }
+static u32 larger_half(u32 a, u32 b) {
+    float x = __uint_as_float(a << 16), y = __uint_as_float(b << 16);
+    return std::isnan(x) ? (std::isnan(y) ? 0x7FFF : b) : x < y ? b : a;
 }
-static u32 signs(u32 pair) { return (pair & 0x8000 ? 0xFFFF : 0) | (pair & 0x80000000 ? 0xFFFF0000 : 0); }
+static u32 larger_bf16(u32 a, u32 b) { return larger_half(a & 0xFFFF, b & 0xFFFF) | larger_half(a >> 16, b >> 16) << 16; }
+static u32 reaches_bf16(u32 a, u32 b) {
+    bool low = __uint_as_float(a << 16) >= __uint_as_float(b << 16);
+    bool high = __uint_as_float(a & 0xFFFF0000) >= __uint_as_float(b & 0xFFFF0000);
+    return (low ? 0xFFFF : 0) | (high ? 0xFFFF0000 : 0);
+}
+static u32 upper_halves(u32 low, u32 high) { return low >> 16 | (high & 0xFFFF0000); }
+static int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 
 static std::function<void()> body;
 static void enter() {
@@ -131,7 +157,7 @@ static void enter() {
     yield();
 }
 
-// Runs `kernel` as one cluster of `ranks` blocks after the other.
+// Runs `kernel` as `rows` clusters of `ranks` blocks, one after the other.
 static void run(int ranks, int rows, int threads, int shared_bytes, const std::function<void()>& kernel) {
     body = kernel;
     for (int row = 0; row < rows; row++) {

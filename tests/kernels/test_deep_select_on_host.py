@@ -5,48 +5,60 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from deepinfer.kernels.deep_select import top_k
+from deepinfer.kernels.deep_jit import Build
+from deepinfer.kernels.deep_select import gate, top_k
 from deepinfer.kernels.reference.indexer import top_k_positions
-from tests.kernels.cases import INF, NAN, normal
+from deepinfer.kernels.reference.moe import moe_gate
+from tests.kernels.cases import CASES, INF, NAN, normal
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 SOURCE = """
-#include "top_k.cu"
-extern "C" void on_host(const Params* p, int rows, int shared_bytes) {
-    run(CLUSTER, rows, THREADS, shared_bytes, [=] { top_k(*p); });
-}
+#include "{name}.cu"
+extern "C" void on_host(const {params}* p, int ranks, int rows, int shared_bytes) {{
+    run(ranks, rows, THREADS, shared_bytes, [=] {{ {name}(*p); }});
+}}
 """
 
 
 @pytest.fixture(scope="module")
-def select(tmp_path_factory: pytest.TempPathFactory):
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Build, str], Any]:
+    """Compile a kernel for the CPU: a function of its arguments, blocks of a cluster, clusters and shared memory."""
     folder = tmp_path_factory.mktemp("select")
-    shutil.copy(Path(top_k.__file__).parent / "top_k.cu", folder)
     shutil.copy(Path(__file__).parent / "cluster_on_host.cuh", folder / "cluster.cuh")
-    (folder / "host.cpp").write_text(SOURCE)
+    built: dict[str, Any] = {}
 
-    @cache
-    def library(bf16: bool, cluster: int) -> ctypes.CDLL:
-        built = folder / f"{bf16}{cluster}.so"
-        macros = [f"-DBF16={int(bf16)}", f"-DCLUSTER={cluster}"]
-        command = [str(COMPILER), "-O1", "-std=c++17", "-w", "-shared", "-fPIC", *macros, "host.cpp", "-o", str(built)]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-        return ctypes.CDLL(str(built))
+    def compile_for_host(build: Build, params: str) -> Any:
+        macros = [f"-D{name}={value}" for name, value in build.defines.items()]
+        name = "".join([build.name, *macros])
+        if name not in built:
+            shutil.copy(build.source, folder)
+            (folder / "host.cpp").write_text(SOURCE.format(name=build.name, params=params))
+            command = [str(COMPILER), "-O1", "-std=c++17", "-w", "-shared", "-fPIC", *macros, "host.cpp"]
+            answer = subprocess.run([*command, "-o", f"{name}.so"], cwd=folder, capture_output=True, text=True)
+            assert answer.returncode == 0, answer.stderr[:3000]
+            built[name] = ctypes.CDLL(str(folder / f"{name}.so")).on_host
+        return built[name]
 
+    return compile_for_host
+
+
+@pytest.fixture(scope="module")
+def select(compiled) -> Callable[..., torch.Tensor]:
     def run(scores: torch.Tensor, k: int, row_k: torch.Tensor | None = None) -> torch.Tensor:
         chosen = top_k.plan(scores.shape[1], k)
         assert chosen is not None
         out = torch.full((len(scores), k), -7, dtype=torch.int32)
         parameters = top_k.parameters(scores, k, row_k, out, chosen)
-        on_host = library(scores.dtype is torch.bfloat16, chosen.cluster).on_host
-        on_host(ctypes.byref(parameters), len(scores), chosen.shared_bytes)
+        on_host = compiled(top_k.build(scores.dtype is torch.bfloat16, chosen.cluster), "Params")
+        on_host(ctypes.byref(parameters), chosen.cluster, len(scores), chosen.shared_bytes)
         return out
 
     return run
@@ -89,3 +101,20 @@ def test_rows_that_are_not_aligned_and_a_number_for_each(select):
         expected = top_k_positions.reference(scores[row : row + 1], min(count, 60))[0]
         assert torch.equal(result[row, : len(expected)], expected)
         assert bool((result[row, len(expected) :] == -1).all())
+
+
+def test_gate(compiled):
+    """Blocks one after the other, each with several rows a warp; equal experts in their order."""
+    cases = list(CASES["moe_gate"](torch.Generator().manual_seed(0)))
+    cases.append((torch.zeros(3, 100), torch.zeros(100), 8, True, 2.5))
+    cases.append((normal(torch.Generator().manual_seed(1), 20, 384).round(), torch.zeros(384), 6, True, 2.5))
+    for logits, bias, k, normalise, scaling in cases:
+        logits = logits.contiguous()
+        chosen, gates = torch.full((len(logits), k), -7, dtype=torch.int32), torch.full((len(logits), k), -7.0)
+        arguments = gate.parameters(logits, bias, chosen, gates, normalise, scaling, 2)
+        on_host = compiled(gate.build(logits.shape[1]), "GateParams")
+        if len(logits):
+            on_host(ctypes.byref(arguments), arguments.blocks, 1, gate.SHARED_BYTES)
+        expected = moe_gate.reference(logits, bias, k, normalise, scaling)
+        assert torch.equal(chosen, expected[0])
+        torch.testing.assert_close(gates, expected[1], rtol=1e-6, atol=1e-7)

@@ -19,8 +19,8 @@ from deepinfer.kernels.cuda.formats import (
     e4m3_byte,
     e4m3_value,
     group_scale,
-    load_row_values,
-    over_scale,
+    load_cache_rows,
+    over_group_scale,
 )
 from deepinfer.kernels.reference import basic, cache_rows  # noqa: F401  (define the operations)
 from deepinfer.kernels.reference.cache_rows import RowFormat
@@ -43,30 +43,41 @@ def alignment(cache: Tensor) -> int:
 
 
 @triton.jit
+def _row_start(cache, slots, row, alive, page_size, page_stride, row_stride):
+    """Pointers at the rows of slots[row], 32 bits for the divisions: 64 take ten times as long. A slot of -1 is 0."""
+    slot = tl.maximum(tl.load(slots + row, mask=alive, other=0).to(tl.int32), 0)
+    page = slot // page_size
+    return cache + page.to(tl.int64) * page_stride + (slot - page * page_size).to(tl.int64) * row_stride
+
+
+@triton.jit
 def _store(
-    cache, slots, values, values_stride, page_size, page_stride, row_stride, dim,
-    KIND: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    cache, slots, values, values_stride, count, page_size, page_stride, row_stride, dim,
+    KIND: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    target = cache + (slot // page_size) * page_stride + (slot % page_size) * row_stride
-    group = tl.arange(0, GROUPS)
+    """ROWS rows a program; a line of the tile is a group of one of them."""
+    line = tl.arange(0, ROWS * GROUPS)
+    row = tl.program_id(0) * ROWS + line // GROUPS
+    group = line % GROUPS
+    alive = (row < count) & (group * GROUP < dim)
+    target = _row_start(cache, slots, row, alive, page_size, page_stride, row_stride)
+    target = tl.multiple_of(target, ALIGN)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = at < dim
-    x = tl.load(values + row * values_stride + at, mask=inside, other=0.0).to(tl.float32)
+    inside = alive[:, None] & (at < dim)
+    x = tl.load(values + row.to(tl.int64)[:, None] * values_stride + at, mask=inside, other=0.0).to(tl.float32)
     if KIND == PLAIN:
-        tl.store(target + at, x.to(cache.dtype.element_ty), mask=inside)
+        tl.store(target[:, None] + at, x.to(cache.dtype.element_ty), mask=inside)
     else:
         byte, scale = group_scale(x, KIND)
-        x = over_scale(x, scale)
+        x = over_group_scale(x, byte, scale, KIND)
         first = dim if KIND == FP8 else dim // 2
-        tl.store(target + first + group, byte.to(tl.uint8), mask=group * GROUP < dim)
+        tl.store(target + first + group, byte.to(tl.uint8), mask=alive)
         if KIND == FP8:
-            tl.store(target + at, e4m3_byte(x), mask=inside)
+            tl.store(target[:, None] + at, e4m3_byte(x), mask=inside)
         else:
-            low, high = tl.split(tl.reshape(e2m1_code(x), (GROUPS, GROUP // 2, 2)))
+            low, high = tl.split(tl.reshape(e2m1_code(x), (ROWS * GROUPS, GROUP // 2, 2)))
             pair = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-            tl.store(target + pair, (low | (high << 4)).to(tl.uint8), mask=pair * 2 < dim)
+            tl.store(target[:, None] + pair, (low | (high << 4)).to(tl.uint8), mask=alive[:, None])
 
 
 @backend("store_rows", "cuda")
@@ -76,34 +87,48 @@ def store_rows(cache: Tensor, slots: Tensor, values: Tensor, row_format: RowForm
         return NotImplemented
     if values.stride(-1) != 1:
         values = values.contiguous()
-    _store[(values.shape[0],)](
-        cache, slots.contiguous(), values, values.stride(0), cache.shape[1], cache.stride(0), cache.stride(1), dim,
-        KIND=kind, GROUPS=triton.next_power_of_2(triton.cdiv(dim, group)), GROUP=group, num_warps=2,
+    n, groups = values.shape[0], triton.next_power_of_2(triton.cdiv(dim, group))
+    rows = rows_of_a_program(n, groups * group)
+    _store[(triton.cdiv(n, rows),)](
+        cache, slots.contiguous(), values, values.stride(0), n, cache.shape[1], cache.stride(0), cache.stride(1), dim,
+        KIND=kind, ALIGN=alignment(cache), ROWS=rows, GROUPS=groups, GROUP=group, num_warps=2 if rows == 1 else 4,
     )  # fmt: skip
     return None
 
 
+def rows_of_a_program(n: int, width: int) -> int:
+    """Several rows where there are many, about 16 values a thread of four warps."""
+    return max(2048 // width, 1) if n >= 1024 else 1
+
+
 @triton.jit
 def _load(
-    cache, slots, out, page_size, page_stride, row_stride, dim, KIND: tl.constexpr, BLOCK: tl.constexpr
+    cache, slots, out, count, page_size, page_stride, row_stride, dim: tl.constexpr, KIND: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.maximum(tl.load(slots + row).to(tl.int64), 0)
-    source = cache + (slot // page_size) * page_stride + (slot % page_size) * row_stride
-    column = tl.arange(0, BLOCK)
-    value = load_row_values(source, column < dim, column, dim, KIND)
-    tl.store(out + row * dim + column, value.to(out.dtype.element_ty), mask=column < dim)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    alive = row < count
+    source = tl.multiple_of(_row_start(cache, slots, row, alive, page_size, page_stride, row_stride), ALIGN)
+    value = load_cache_rows(source, alive, dim, KIND, ROWS, DIM, out.dtype.element_ty)
+    at = tl.arange(0, DIM)
+    tl.store(
+        out + row.to(tl.int64)[:, None] * dim + at[None, :], value, mask=alive[:, None] & (at < dim)[None, :]
+    )
 
 
 @backend("load_rows", "cuda")
 def load_rows(cache: Tensor, slots: Tensor, row_format: RowFormat, dim: int, dtype: torch.dtype) -> Tensor:
     kind = cache_kind(cache, row_format)
-    if kind is None or dtype not in (torch.float32, torch.bfloat16):
+    if kind is None or dtype not in (torch.float32, torch.bfloat16) or (kind and dim % GROUP[row_format]):
         return NotImplemented
     out = torch.empty(*slots.shape, dim, dtype=dtype, device=cache.device)
-    _load[(slots.numel(),)](
-        cache, slots.contiguous(), out, cache.shape[1], cache.stride(0), cache.stride(1), dim,
-        KIND=kind, BLOCK=triton.next_power_of_2(dim), num_warps=2,
+    n, width = slots.numel(), max(triton.next_power_of_2(dim), 32)
+    if not n:
+        return out
+    rows = rows_of_a_program(n, width)
+    _load[(triton.cdiv(n, rows),)](
+        cache, slots.contiguous(), out, n, cache.shape[1], cache.stride(0), cache.stride(1), dim,
+        KIND=kind, ALIGN=alignment(cache), ROWS=rows, DIM=width, num_warps=2 if rows == 1 else 4,
     )  # fmt: skip
     return out
 
@@ -114,8 +139,8 @@ def _round_trip(values, out, groups, KIND: tl.constexpr, GROUPS: tl.constexpr, G
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = (group < groups)[:, None]
     x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
-    _, scale = group_scale(x, KIND)
-    ratio = over_scale(x, scale)
+    byte, scale = group_scale(x, KIND)
+    ratio = over_group_scale(x, byte, scale, KIND)
     if KIND == FP8:
         ratio = e4m3_value(e4m3_byte(ratio))
     else:

@@ -86,6 +86,16 @@ def over_scale(x, scale):
 
 
 @triton.jit
+def over_group_scale(x, byte, scale, KIND: tl.constexpr):
+    """`over_scale` of what `group_scale` gave. Over a power of two is times its inverse, to the same bits."""
+    if KIND == NVFP4:
+        ratio = over_scale(x, scale)
+    else:
+        ratio = tl.where((byte == 255)[:, None], 0.0, x * e8m0_value(254 - byte)[:, None])
+    return ratio
+
+
+@triton.jit
 def _e8m0(byte, DTYPE: tl.constexpr):
     """2^(byte - 127) of int32 bytes in BF16 or float32."""
     if DTYPE == tl.bfloat16:
@@ -212,25 +222,4 @@ def load_cache_rows(
         GROUP: tl.constexpr = 16 if KIND == NVFP4 else 32
         packed, byte = load_packed(base, base + dim // 2, alive, 0, dim, GROUP, DIM)
         value = widen(packed, byte, GROUP, ROWS, DIM, DTYPE)
-    return value
-
-
-@triton.jit
-def load_row_values(base, inside, column, dim, KIND: tl.constexpr):
-    """Float32 values [rows, columns] of stored rows: base [rows, 1] points at their first elements.
-
-    column int32 [1, columns], the row's element numbers; inside [rows, columns]. Packed rows are uint8.
-    """
-    if KIND == PLAIN:
-        value = tl.load(base + column, mask=inside, other=0.0).to(tl.float32)
-    elif KIND == FP8:
-        scale = e8m0_value(tl.load(base + dim + column // 32, mask=inside, other=127).to(tl.int32))
-        value = e4m3_value(tl.load(base + column, mask=inside, other=0)) * scale
-    else:
-        pair = tl.load(base + column // 2, mask=inside, other=0).to(tl.int32)
-        if KIND == MXFP4:
-            scale = e8m0_value(tl.load(base + dim // 2 + column // 32, mask=inside, other=127).to(tl.int32))
-        else:
-            scale = e4m3_value(tl.load(base + dim // 2 + column // 16, mask=inside, other=0))
-        value = e2m1_value(pair >> (4 * (column & 1))) * scale
     return value

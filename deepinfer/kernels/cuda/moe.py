@@ -23,10 +23,11 @@ from deepinfer.kernels.cuda.formats import (
     e4m3_value,
     group_scale,
     load_packed,
-    over_scale,
+    over_group_scale,
     spread,
     widen,
 )
+from deepinfer.kernels.deep_select.gate import choose_experts
 from deepinfer.kernels.reference import moe  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
 
@@ -71,6 +72,9 @@ def moe_gate(logits: Tensor, bias: Tensor, k: int, normalise: bool, scaling: flo
     if logits.dtype is not torch.float32 or bias.dtype is not torch.float32 or k > experts:
         return NotImplemented
     logits, bias = logits.contiguous(), bias.contiguous()
+    result = choose_experts(logits, bias, k, normalise, scaling)
+    if result is not None:
+        return result
     chosen = torch.empty(n, k, dtype=torch.int32, device=logits.device)
     gates = torch.empty(n, k, dtype=torch.float32, device=logits.device)
     _gate[(n,)](
@@ -266,8 +270,8 @@ def _gate_up(
         result = gate[None, :] * gated(g, u, limit)
         if QUANTIZE:  # of float32: a value that BF16 moves across a boundary of FP8 is off by a whole step of FP8
             groups = tl.reshape(result, (COLUMNS // 32, 32, ROWS))
-            _, group_scales = group_scale(groups, FP8)
-            groups = e4m3_value(e4m3_byte(over_scale(groups, group_scales))) * group_scales[:, None]
+            byte, group_scales = group_scale(groups, FP8)
+            groups = e4m3_value(e4m3_byte(over_group_scale(groups, byte, group_scales, FP8))) * group_scales[:, None]
             result = tl.reshape(groups, (COLUMNS, ROWS))
         target = z + place[None, :].to(tl.int64) * inner + column[:, None]
         tl.store(target, result.to(DTYPE), mask=inside[:, None] & alive[None, :])

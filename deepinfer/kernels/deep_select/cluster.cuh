@@ -68,23 +68,45 @@ DEVICE void store_remote2(u32 address, u32 first, u32 second) {
     asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" :: "r"(address), "r"(first), "r"(second) : "memory");
 }
 
-// 0 - x of two BF16 numbers: both zeros give +0, every NaN 0x7FFF.
-DEVICE u32 negated_bf16(u32 pair) {
-    u32 result;
-    asm volatile("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(0u), "r"(pair));
-    return result;
-}
-
-// The same of a float32 number's bits; every NaN becomes 0x7FFFFFFF.
-DEVICE u32 negated_float(u32 bits) {
+// Every NaN becomes 0x7FFFFFFF, both zeros +0; bits of a float32 number.
+DEVICE u32 plain_float(u32 bits) {
     float result;
-    asm volatile("sub.rn.f32 %0, 0f00000000, %1;" : "=f"(result) : "f"(__uint_as_float(bits)));
+    asm volatile("add.rn.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(__uint_as_float(bits)));
     return __float_as_uint(result);
 }
 
-// 0xFFFF for a negative half, else 0.
-DEVICE u32 signs(u32 pair) {
+// The larger of pairs of BF16 numbers; NaN only if both are.
+DEVICE u32 larger_bf16(u32 a, u32 b) {
     u32 result;
-    asm("prmt.b32 %0, %1, %1, 0xBB99;" : "=r"(result) : "r"(pair));
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
+// 0xFFFF in each half whose BF16 number is at least that of `bound`, else 0.
+DEVICE u32 reaches_bf16(u32 pair, u32 bound) {
+    u32 result;
+    asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(bound));
+    return result;
+}
+
+// Upper halves of two words.
+DEVICE u32 upper_halves(u32 low, u32 high) { return __byte_perm(low, high, 0x7632); }
+
+// Within two units in the last place.
+DEVICE float fast_exp(float x) {
+    float result;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
+    return result;
+}
+
+DEVICE float fast_reciprocal(float x) {
+    float result;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+DEVICE float fast_sqrt(float x) {
+    float result;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
 }

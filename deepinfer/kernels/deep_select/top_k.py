@@ -51,20 +51,20 @@ class Plan:
     def shared_bytes(self) -> int:
         """Shared memory of a block, as the kernel lays it out."""
         maxima = THREADS * (8 if self.fine else 1)
-        fixed = 8 * (THREADS // 32) + 4 * self.cluster + 4 * 9
-        pieces = self.chunks * CHUNK // 256
+        fixed = -(-(8 * (THREADS // 32) + 4 * self.cluster + 4 * 11) // 16) * 16
+        bitmap = max(self.cluster * CHUNK // 8, self.chunks * CHUNK // 4)
         return (
-            -(-fixed // 16) * 16
-            + self.cluster * (8 * self.list + 2 * maxima + 4 * pieces)
-            + 4 * self.list
-            + pieces * 64
+            fixed
+            + self.cluster * 8 * self.list
+            + 4 * (max(self.cluster * maxima // 2, 1024) + max(self.list, 512))
+            + bitmap
         )
 
 
 def plan(width: int, k: int) -> Plan | None:
     """None for rows that are too wide."""
     if width <= NARROW:
-        return Plan(1, 1, 1024 if width <= 1024 else NARROW, True)
+        return Plan(1, 1, NARROW // 2 if width <= NARROW // 2 else NARROW, True)
     chunks = -(-width // (CLUSTER * CHUNK))
     chunks = 1 if chunks == 1 else MOST_CHUNKS // 4 if chunks <= MOST_CHUNKS // 4 else MOST_CHUNKS
     chosen = Plan(CLUSTER, chunks, 512 if k <= 512 else 1024 if k <= 1024 else 2048, k > 1024)
@@ -83,7 +83,7 @@ def builds() -> list[Build]:
 @cache
 def _kernels(bf16: bool, device: int) -> dict[Plan, Kernel]:
     """Kernels for a dtype by plan, loaded: that cannot happen in a graph's capture. Empty if one does not compile."""
-    widths = (1024, NARROW, *(chunks * CLUSTER * CHUNK for chunks in (1, MOST_CHUNKS // 4, MOST_CHUNKS)))
+    widths = (NARROW // 2, NARROW, *(chunks * CLUSTER * CHUNK for chunks in (1, MOST_CHUNKS // 4, MOST_CHUNKS)))
     plans = {chosen for width in widths for k in (512, 1024, 4096) if (chosen := plan(width, k)) is not None}
     kernels = {}
     for each in plans:
@@ -98,7 +98,7 @@ def _kernels(bf16: bool, device: int) -> dict[Plan, Kernel]:
 
 
 @cache
-def _hopper(device: int) -> bool:
+def is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -120,7 +120,7 @@ def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor 
     compiler, very wide rows.
     """
     n, width = scores.shape
-    if not scores.is_cuda or not _hopper(scores.device.index) or scores.dtype not in (torch.float32, torch.bfloat16):
+    if not scores.is_cuda or not is_hopper(scores.device.index) or scores.dtype not in (torch.float32, torch.bfloat16):
         return None
     chosen = plan(width, k)
     if chosen is None or scores.stride(1) != 1:

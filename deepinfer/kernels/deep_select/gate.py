@@ -1,0 +1,87 @@
+"""Gate of a mixture of experts: launches gate.cu."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
+from deepinfer.kernels.deep_select.top_k import is_hopper
+
+logger = logging.getLogger(__name__)
+
+WARPS = 8  # rows of a block at a time
+SHARED_BYTES = WARPS * 32 * 8
+LARGEST_K, MOST_EXPERTS = 32, 1024
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [
+        ("logits", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
+        ("gates", ctypes.c_void_p),
+        ("rows", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("bias_stride", ctypes.c_int),
+        ("blocks", ctypes.c_int),
+        ("normalise", ctypes.c_int),
+        ("scaling", ctypes.c_float),
+    ]
+
+
+def build(experts: int) -> Build:
+    return Build("gate", Path(__file__).parent / "gate.cu", {"EXPERTS": experts, "CLUSTER": 1})
+
+
+@cache
+def _kernel(experts: int, device: int) -> Kernel | None:
+    kernel = Kernel(build(experts), SHARED_BYTES)
+    try:
+        kernel.load()
+    except CompileError as error:
+        logger.warning("the gate runs in Triton: %s", error)
+        return None
+    return kernel
+
+
+@cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def parameters(
+    logits: Tensor, bias: Tensor, chosen: Tensor, gates: Tensor, normalise: bool, scaling: float, most_blocks: int
+) -> _Params:
+    """Arguments of the kernel; all tensors contiguous."""
+    rows, experts = logits.shape
+    return _Params(
+        logits.data_ptr(), bias.data_ptr(), chosen.data_ptr(), gates.data_ptr(), rows, chosen.shape[1],
+        experts if bias.dim() == 2 else 0, max(min(-(-rows // WARPS), most_blocks), 1), normalise, scaling,
+    )  # fmt: skip
+
+
+def choose_experts(
+    logits: Tensor, bias: Tensor, k: int, normalise: bool, scaling: float
+) -> tuple[Tensor, Tensor] | None:
+    """`moe_gate` of contiguous float32 logits [N, E] and bias [E] or [N, E].
+
+    None where the kernel does not run: other cards than Hopper, no compiler, k above 32, more than 1,024 experts.
+    """
+    n, experts = logits.shape
+    if not logits.is_cuda or k > LARGEST_K or experts > MOST_EXPERTS or not is_hopper(logits.device.index):
+        return None
+    kernel = _kernel(experts, logits.device.index)
+    if kernel is None:
+        return None
+    chosen = torch.empty(n, k, dtype=torch.int32, device=logits.device)
+    gates = torch.empty(n, k, dtype=torch.float32, device=logits.device)
+    if n:
+        arguments = parameters(logits, bias, chosen, gates, normalise, scaling, 4 * _processors(logits.device.index))
+        kernel.launch((arguments.blocks, 1, 1), (32 * WARPS, 1, 1), arguments)
+    return chosen, gates
