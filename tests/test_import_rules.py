@@ -12,7 +12,7 @@ PACKAGE = ROOT / "deepinfer"
 
 # What each part may import of deepinfer besides itself.  A new package must be added here.
 SHARED = {"errors", "envs", "params", "outputs", "config", "terminal"}
-HOST = SHARED | {"engine", "models", "kernels", "sampling", "structured", "observability"}
+HOST = SHARED | {"engine", "models", "kernels", "sampling", "speculation", "structured", "observability"}
 ALLOWED = {
     "errors": set(),
     "envs": {"errors"},
@@ -24,13 +24,14 @@ ALLOWED = {
     "kernels": {"errors", "envs", "config", "terminal"},
     "models": SHARED | {"kernels"},
     "sampling": SHARED | {"kernels", "structured"},
+    "speculation": SHARED | {"kernels", "models"},
     "observability": SHARED,
     "engine": HOST,
     "recipe": set(),
     "checkpoint_tokenizer": {"config", "recipe"},
     "llm": HOST | {"recipe", "checkpoint_tokenizer"},
     "train": SHARED | {"models", "kernels", "recipe", "llm", "params", "bench"},  # answers questions, records results
-    "deepspec": SHARED | {"models", "kernels", "train", "llm"},  # the target answers through llm
+    "deepspec": SHARED | {"models", "kernels", "train", "llm", "recipe"},  # the target answers through llm
     "server": HOST | {"recipe", "checkpoint_tokenizer"},
     "bench": HOST | {"recipe", "llm", "server"},
     "commands": HOST | {"recipe", "llm", "train", "deepspec", "server", "bench"},
