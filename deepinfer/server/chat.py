@@ -17,6 +17,7 @@ from deepinfer.server.protocol import ChatRequest
 from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import Answer, EventStream, collect, encode_json, line_of
+from deepinfer.server.structure import asked_structure, conversation_structure, with_structure
 from deepinfer.server.text_engine import Delta
 from deepinfer.server.usage import usage_body
 
@@ -33,6 +34,9 @@ def prepare_chat(state: ServerState, raw: dict[str, Any], continues: bool = Fals
     if continues:
         *earlier, last = raw["messages"]
         raw = raw | {"messages": [*earlier, last | {"prefix": True}]}
+    value = raw.get("response_format")
+    if isinstance(value, dict) and value.get("type") == "structural_tag":  # not recipe's: see structure.py
+        raw = raw | {"response_format": None}
     return prepare(state, raw | _thinking_of_template(raw), convert_chat_request, "messages")
 
 
@@ -63,6 +67,10 @@ async def create_chat_completion(request: Request) -> Response:
         raise from_value_error(error) from None
     ticket = ticket.renamed(body.name)
     prepared = await beside_loop(request, prepare_chat, state, raw, body.continues)
+    asked = asked_structure(body, raw)
+    parallel = body.parallel_tool_calls is not False
+    structure = conversation_structure(state, prepared.conversation, asked, "response_format", parallel)
+    params = await with_structure(state, params, structure)
     conversation = prepared.with_output(stop, body.include_stop_str_in_output)
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)
     streams = start_sequences(state, [prepared.token_ids], params, body.n or 1, answer.open_choice, ticket, "messages")

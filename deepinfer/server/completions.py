@@ -17,6 +17,7 @@ from deepinfer.server.protocol import CompletionRequest
 from deepinfer.server.recipe_reader import Events
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import Answer, EventStream, collect
+from deepinfer.server.structure import completion_structure, with_structure
 from deepinfer.server.text_engine import Delta, TextReader
 from deepinfer.server.usage import usage_body
 
@@ -29,7 +30,8 @@ MAX_SEQUENCES = 1024  # prompts times n
 async def create_completion(request: Request) -> Response:
     ticket = open_ticket(request, "cmpl-")
     state = server_state(request)
-    body = validate(CompletionRequest, await read_json(request))
+    raw = await read_json(request)
+    body = validate(CompletionRequest, raw)
     state.check_model(body.model)
     try:
         params = body.sampling_params(body.max_tokens, body.logprobs, state)
@@ -40,6 +42,7 @@ async def create_completion(request: Request) -> Response:
         raise ApiError("echo with logprobs is not supported: prompt tokens have no log-probabilities", param="echo")
     check_room(state, params.max_tokens)
     prompts = await beside_loop(request, encode_prompts, state, body)
+    params = await with_structure(state, params, completion_structure(body, raw))
     ticket = ticket.renamed(body.name)
     n = body.n or 1
 

@@ -19,7 +19,6 @@ _NOT_RESPONSES: dict[str, tuple[tuple, str]] = (
         "conversation": ((), "use previous_response_id"),
         "prompt": ((), "prompt templates are not stored here; send instructions and input"),
         "max_tool_calls": ((), "there are no tools in the server"),
-        "parallel_tool_calls": ((True,), "how many calls to make is the model's decision"),
         "truncation": (("disabled",), "shorten the input before sending it"),
     }
 )
@@ -33,7 +32,6 @@ _NOT_MESSAGES: dict[str, tuple[tuple, str]] = (
         "mcp_servers": (([],), "there are no tools in the server"),
         "container": ((), "there are no tools in the server"),
         "context_management": ((), "shorten the messages before sending them"),
-        "output_format": ((), "structured output is not enforced yet"),
     }
 )
 _INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -53,6 +51,7 @@ class ResponsesRequest(SamplingRequest):
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
 
     @property
@@ -69,10 +68,6 @@ class ResponsesRequest(SamplingRequest):
 
     def check_promises(self) -> None:
         """ApiError 400 naming a field whose value is known but cannot be kept."""
-        wanted = (self.text or {}).get("format")
-        if wanted is not None and wanted != {"type": "text"}:
-            message = 'text.format is not supported: only {"type": "text"} can be guaranteed so far'
-            raise ApiError(message, param="text.format", code="unsupported_parameter")
         for value in self.include or ():
             if value not in _INCLUDES:
                 message = f"include may hold {' and '.join(_INCLUDES)}, got {value[:200]!r}"
@@ -100,12 +95,9 @@ class MessagesRequest(SamplingRequest):
 
     def check_promises(self) -> None:
         """ApiError 400 naming a field whose value is known but cannot be kept."""
-        if (self.output_config or {}).get("format") is not None:
-            message = "output_config.format is not supported: structured output is not enforced yet"
-            raise ApiError(message, param="output_config.format", code="unsupported_parameter")
-        if (self.tool_choice or {}).get("disable_parallel_tool_use") not in (None, False):
-            message = "disable_parallel_tool_use is not supported: how many calls to make is the model's decision"
-            raise ApiError(message, param="tool_choice.disable_parallel_tool_use", code="unsupported_parameter")
+        if not isinstance((self.tool_choice or {}).get("disable_parallel_tool_use", False), bool):
+            message = "tool_choice.disable_parallel_tool_use must be true or false"
+            raise ApiError(message, param="tool_choice.disable_parallel_tool_use")
         if len(self.stop_sequences or ()) > MAX_STOP or not all(self.stop_sequences or ()):
             message = f"stop_sequences must hold at most {MAX_STOP} strings, none of them empty"
             raise ApiError(message, param="stop_sequences")

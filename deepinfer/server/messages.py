@@ -17,6 +17,7 @@ from deepinfer.server.prompts import PreparedPrompt, prepare
 from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.state import ServerState, check_prompt, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import Answer, EventStream, collect
+from deepinfer.server.structure import asked_structure, conversation_structure, with_structure
 from deepinfer.server.text_engine import Delta
 
 router = APIRouter()
@@ -46,6 +47,10 @@ async def create_message(request: Request) -> Response:
         conversation = prepared.with_output(body.stop_sequences or [], body.include_stop_str_in_output)
     except ValueError as error:
         raise from_value_error(error) from None
+    asked = asked_structure(body, raw)
+    parallel = not (body.tool_choice or {}).get("disable_parallel_tool_use")
+    structure = conversation_structure(state, prepared.conversation, asked, "output_config.format", parallel)
+    params = await with_structure(state, params, structure)
     stream = MessagesStream(
         conversation, ticket.answer_id, state.text.name, tokenizer=state.text.tokenizer, new_id=new_call_id
     )

@@ -20,6 +20,7 @@ from deepinfer.server.sequences import RunningSequence
 from deepinfer.server.sizes import check_sizes
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import Answer, EventStream, collect
+from deepinfer.server.structure import completion_structure, with_structure
 from deepinfer.server.text_engine import Delta, TextReader
 
 router = APIRouter()
@@ -121,6 +122,8 @@ async def start(
         raise from_value_error(error) from None
     check_room(state, params.max_tokens)
     prompts = await beside_loop(request, encode_prompts, state, completion)
+    asked = completion_structure(completion, {"response_format": completion.response_format})
+    params = await with_structure(state, params, asked)
     n = completion.n or 1
 
     def open_reader() -> TextReader:

@@ -38,7 +38,9 @@ class PreparedPrompt:
 def prepare(state: ServerState, raw: dict[str, Any], convert: Convert, param: str) -> PreparedPrompt:
     """Body to token IDs.  ApiError 400 naming the field (`param` where recipe names none) for whatever it refuses."""
     name = state.text.name
-    options = ConversionOptions({name: state.text.model_version}, default_thinking=state.default_thinking)
+    options = ConversionOptions(
+        {name: state.text.model_version}, default_thinking=state.default_thinking, enforces_calls=True
+    )
     body = {key: value for key, value in raw.items() if key not in _LIMITS} | {"model": name}
     try:
         conversation = convert(body, options)
@@ -52,11 +54,6 @@ def prepare(state: ServerState, raw: dict[str, Any], convert: Convert, param: st
 
 def check_promises(request: ConversationRequest, param: str) -> None:
     """Refuse what recipe can write into a prompt but nothing here can keep yet."""
-    for number, tool in enumerate(request.conversation.tools):
-        if tool.strict:
-            refused = "strict tools are not supported: structured output is not enforced yet"
-            path = f"tools[{number}].function.strict" if param == "messages" else f"tools[{number}].strict"
-            raise ApiError(refused, param=path, code="unsupported_parameter")
     for message in request.conversation.messages:
         for part in message.content:
             if not isinstance(part, str):

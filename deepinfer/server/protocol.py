@@ -20,7 +20,6 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/=+-]{1,128}$")]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
-_NO_GRAMMARS = "structured output is not enforced yet"
 _UNITS = "this server runs the whole model in one process"
 
 # field -> (values that change nothing and are therefore accepted, why anything else is refused)
@@ -33,15 +32,6 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "custom_logit_processor": (("",), "use logit_bias with token IDs"),
     "repetition_detection": ((), "use repetition_penalty, or stop strings"),
     "stop_regex": (("", []), "use stop strings"),
-    "guided_json": ((), _NO_GRAMMARS),
-    "guided_regex": ((), _NO_GRAMMARS),
-    "guided_choice": ((), _NO_GRAMMARS),
-    "guided_grammar": ((), _NO_GRAMMARS),
-    "structured_outputs": ((), _NO_GRAMMARS),
-    "json_schema": ((), _NO_GRAMMARS),
-    "regex": ((), _NO_GRAMMARS),
-    "ebnf": ((), _NO_GRAMMARS),
-    "structural_tag": ((), _NO_GRAMMARS),
     "logprob_token_ids": (([],), "ask for logprobs"),
     "extra_key": ((), "there is no prefix cache to divide"),
     "kv_transfer_params": ((), _UNITS),
@@ -74,10 +64,8 @@ NOT_IN_ITEMS: dict[str, tuple[tuple, str]] = {
     "add_generation_prompt": ((True,), "use /v1/chat/completions"),
 }
 _NOT_CHAT = NOT_SAMPLED | {
-    "response_format": (({"type": "text"},), 'only {"type": "text"} can be guaranteed so far'),
     "functions": (([],), "use tools"),
     "function_call": (("none",), "use tool_choice"),
-    "parallel_tool_calls": ((True,), "how many calls to make is the model's decision"),
     "separate_reasoning": ((True,), "reasoning always comes in a field of its own"),
     "stream_reasoning": ((True,), "reasoning is streamed like the answer"),
     "thinking_token_budget": ((), "use max_tokens"),
@@ -95,7 +83,6 @@ _NOT_CHAT = NOT_SAMPLED | {
 }
 _NOT_COMPLETION = NOT_SAMPLED | {
     "suffix": (("",), "the model completes text at its end only"),
-    "response_format": (({"type": "text"},), _NO_GRAMMARS),
 }
 
 
@@ -140,6 +127,16 @@ class SamplingRequest(BaseModel):
     bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
     force_topk: int | None = None  # this engine's own, like the next one
     golden_token_ids: TokenIds | None = None
+    guided_json: str | dict[str, Any] | bool | None = None  # structured output, as vLLM calls it
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | bool | None = None  # the same, as SGLang calls it
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    so_args: dict[str, Any] | None = None  # this engine's own
     priority: int | None = None
     deadline_seconds: float | None = None  # this engine's own
     return_token_ids: bool | None = None
@@ -215,6 +212,8 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None  # False leaves it out of the answer; the model thinks all the same
     continue_final_message: bool | None = None  # the last message is the beginning of the answer
     add_generation_prompt: bool | None = None
@@ -259,6 +258,7 @@ class CompletionRequest(SamplingRequest):
     UNSUPPORTED: ClassVar[dict[str, tuple[tuple, str]]] = _NOT_COMPLETION
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    response_format: dict[str, Any] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None  # False leaves out the begin-of-sequence token before text prompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -31,6 +31,7 @@ from deepinfer.server.state import (
     start_sequences,
 )
 from deepinfer.server.streams import Answer, EventStream, as_api_error, collect
+from deepinfer.server.structure import asked_structure, conversation_structure, with_structure
 from deepinfer.server.text_engine import Delta
 
 router = APIRouter()
@@ -83,6 +84,10 @@ async def create_response(request: Request) -> Response:
     items, prepared = await prepare_response(request, raw, body)
     conversation = prepared.with_output(stop, body.include_stop_str_in_output)
     check_prompt(state, prepared.token_ids, params.max_tokens, "input", "max_output_tokens")
+    asked = asked_structure(body, raw)
+    parallel = body.parallel_tool_calls is not False
+    structure = conversation_structure(state, prepared.conversation, asked, "text.format", parallel)
+    params = await with_structure(state, params, structure)
     stream = ResponsesStream(
         replace(conversation, echo={**conversation.echo, **settings(body, params)}),
         ticket.answer_id,
@@ -117,6 +122,7 @@ def settings(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "frequency_penalty": body.frequency_penalty or 0.0,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "presence_penalty": body.presence_penalty or 0.0,
         "previous_response_id": body.previous_response_id,
         "store": body.store is not False,

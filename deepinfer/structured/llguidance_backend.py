@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,7 +93,8 @@ def _reason(matcher: llguidance.LLMatcher) -> str:
     text = matcher.get_error().strip()
     if text.startswith("NoExtension"):
         return "no output satisfies it"
-    return text.split("\n")[0][:500]
+    line = re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", text.split("\n")[0])
+    return line[:300] + ("..." if len(line) > 300 else "")
 
 
 class _Tokenizer:

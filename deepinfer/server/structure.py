@@ -1,0 +1,199 @@
+"""Structured output: what a request asks for under any of its names, as `so_args` whose grammar is ready."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.params import SamplingParams
+from deepinfer.recipe import ConversationRequest
+from deepinfer.recipe.structure import (
+    Format,
+    answer_format,
+    enforced_schema,
+    json_part,
+    output_format,
+    text,
+)
+from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.json_schema import check_schema
+from deepinfer.structured.lark import read_choices
+from deepinfer.structured.structural_tag import read_structural_tag
+
+if TYPE_CHECKING:
+    from deepinfer.server.protocol import SamplingRequest
+    from deepinfer.server.state import ServerState
+
+# Field of a request -> the schema_type of so_args.
+_FIELDS = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf",
+    "json_schema": "json", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural_tag",
+}  # fmt: skip
+_STRUCTURED_OUTPUTS = {
+    "json": "json", "regex": "regex", "choice": "choice", "grammar": "ebnf", "structural_tag": "structural_tag",
+}  # fmt: skip
+# Members of structured_outputs that ask for nothing that is not so anyway.
+_NEUTRAL = {"disable_any_whitespace": (True, False), "disable_fallback": (True, False), "json_object": (False,)}
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A constraint, and the field of the request that asks for it."""
+
+    constraint: Constraint
+    field: str
+
+
+def asked_structure(body: SamplingRequest, raw: Mapping[str, Any]) -> Structure | None:
+    """What vLLM's and SGLang's fields ask for.  ApiError 400 if they ask for two things, or for something malformed."""
+    found = []
+    for name, kind in _FIELDS.items():
+        value = getattr(body, name)
+        if value is not None:
+            found.append(_structure(kind, value, name))
+    if body.so_args is not None:
+        found.append(_from_so_args(body.so_args, "so_args"))
+    if body.structured_outputs is not None:
+        found.append(_read_structured_outputs(body.structured_outputs))
+    response_format = raw.get("response_format")
+    if isinstance(response_format, dict) and response_format.get("type") == "structural_tag":
+        found.append(_structure("structural_tag", response_format, "response_format"))
+    elif response_format is not None and response_format != {"type": "text"} and found:
+        message = f"{found[0].field} and response_format cannot both say what the answer must be"
+        raise ApiError(message, param=found[0].field)
+    if len(found) > 1:
+        message = f"{found[0].field} and {found[1].field} cannot both say what the answer must be"
+        raise ApiError(message, param=found[1].field)
+    return found[0] if found else None
+
+
+def completion_structure(body: SamplingRequest, raw: Mapping[str, Any]) -> Structure | None:
+    """As `asked_structure`, with the response formats of Chat Completions."""
+    asked = asked_structure(body, raw)
+    value = raw.get("response_format")
+    if asked is not None or value is None:
+        return asked
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Structure(Constraint("json_object"), "response_format")
+    if kind == "regex":
+        return _structure("regex", value.get("regex"), "response_format")
+    if kind == "json_schema" and isinstance(value.get("json_schema"), dict):
+        return _structure("json", value["json_schema"].get("schema"), "response_format")
+    message = "response_format.type must be one of text, json_object, json_schema, regex, structural_tag"
+    raise ApiError(message, param="response_format")
+
+
+def _read_structured_outputs(given: Mapping[str, Any]) -> Structure:
+    asked = {name: value for name, value in given.items() if value is not None and value not in _NEUTRAL.get(name, ())}
+    for name in asked:
+        if name not in (*_STRUCTURED_OUTPUTS, "json_object"):
+            message = f"structured_outputs.{name[:200]} is not supported"
+            raise ApiError(message, param=f"structured_outputs.{name[:200]}", code="unsupported_parameter")
+    if len(asked) != 1:
+        known = ", ".join((*_STRUCTURED_OUTPUTS, "json_object"))
+        raise ApiError(f"structured_outputs must hold exactly one of {known}", param="structured_outputs")
+    name, value = next(iter(asked.items()))
+    if name != "json_object":
+        return _structure(_STRUCTURED_OUTPUTS[name], value, f"structured_outputs.{name}")
+    if value is not True:
+        raise ApiError("structured_outputs.json_object must be true", param="structured_outputs.json_object")
+    return Structure(Constraint("json_object"), "structured_outputs.json_object")
+
+
+def _structure(kind: str, schema: Any, field: str) -> Structure:
+    return _from_so_args({"schema_type": kind, "schema": schema}, field)
+
+
+def _from_so_args(so_args: Any, field: str) -> Structure:
+    try:
+        return Structure(Constraint.from_so_args(so_args), field)
+    except ValueError as error:
+        raise structure_error(error, field) from None
+
+
+def structure_error(error: ValueError, field: str) -> ApiError:
+    """A fault of so_args, in the words of the field that it comes from."""
+    message = str(error)
+    if field != "so_args":
+        message = message.replace("so_args.schema", field, 1)
+    return ApiError(message if field in message else f"{field}: {message}", param=field)
+
+
+def conversation_structure(
+    state: ServerState, request: ConversationRequest, asked: Structure | None, field: str, parallel_calls: bool = True
+) -> Structure | None:
+    """The structure of a whole chat output: reasoning, answer, tool calls.  `field` is that of the response format.
+
+    ApiError 400 naming the field of what cannot be enforced.
+    """
+    control_ids = state.text.tokenizer.control_ids
+    answer = answer_format(request)
+    if asked is not None:
+        field = asked.field
+        if asked.constraint.schema_type == "ebnf" or asked.constraint.trigger_token_ids:
+            return _whole_grammar(request, asked, control_ids["think_end"])
+        answer = _as_format(asked)
+    conversation = request.conversation
+    for tool in conversation.tools if conversation.tools_in_force else ():
+        schema = enforced_schema(tool, conversation.tool_choice == "required")
+        try:
+            if schema is not None:
+                check_schema(schema)
+        except ValueError as error:
+            message = str(error).replace("so_args.schema", f"parameters of tool {tool.name!r}", 1)
+            raise ApiError(f"tools: {message}", param="tools") from None
+    try:
+        whole = output_format(request, answer, control_ids, parallel_calls)
+    except ValueError as error:
+        raise from_value_error(error, "tools") from None
+    if whole is None:
+        return None
+    if answer is None:
+        field = "tools"
+    if whole["type"] == "json_schema":
+        return _structure("json", whole["json_schema"], field)
+    return _structure("structural_tag", {"type": "structural_tag", "format": whole}, field)
+
+
+def _as_format(asked: Structure) -> Format:
+    kind, schema = asked.constraint.schema_type, asked.constraint.schema
+    try:
+        if kind == "json":
+            return json_part(json.loads(schema))
+        if kind == "choice":
+            return {"type": "or", "elements": [text(choice) for choice in read_choices(schema)]}
+        if kind == "structural_tag":
+            return read_structural_tag(schema)
+    except ValueError as error:
+        raise structure_error(error, asked.field) from None
+    return json_part({"type": "object"}) if kind == "json_object" else {"type": "regex", "pattern": schema}
+
+
+def _whole_grammar(request: ConversationRequest, asked: Structure, think_end: int) -> Structure:
+    """A constraint that cannot be a part of another one."""
+    if request.conversation.tools_in_force:
+        raise ApiError(f"{asked.field} cannot be combined with tools", param=asked.field)
+    thinks = request.parsing.thinking_initial_stage in ("ReasoningStart", "ReasoningContinuation")
+    if not thinks or asked.constraint.trigger_token_ids:
+        return asked
+    return replace(asked, constraint=replace(asked.constraint, trigger_token_ids=(think_end,)))
+
+
+async def with_structure(state: ServerState, params: SamplingParams, structure: Structure | None) -> SamplingParams:
+    """The parameters with the constraint, whose grammar is ready.  ApiError 400 if there is none for it."""
+    if structure is None:
+        return params
+    so_args = structure.constraint.so_args()
+    try:
+        params = replace(params, so_args=so_args)
+        params.check_vocabulary(state.text.tokenizer.vocab_size)
+        await state.text.engine.compile(so_args)
+    except ValueError as error:
+        raise structure_error(error, structure.field) from None
+    return params
