@@ -59,25 +59,35 @@ def attach_head(
     """`checkpoint` with the head file `head` as its draft layers, written to `out` (which may be `checkpoint`).
 
     The other tensors keep their files, byte for byte; a head that was attached before is replaced.
+
+    Raises:
+        ValueError: the checkpoint has a head in its other files.
     """
     config = with_draft_layers(ModelConfig.from_file(checkpoint), stages)
-    out.mkdir(parents=True, exist_ok=True)
     index = json.loads((checkpoint / INDEX_NAME).read_text(encoding="utf-8"))
     weight_map = {name: file for name, file in index["weight_map"].items() if not is_draft(name)}
+    old = {file for name, file in index["weight_map"].items() if is_draft(name)}
+    if old - {HEAD_NAME}:
+        raise ValueError(f"checkpoint: {checkpoint} has a draft head in {', '.join(sorted(old))}, which stays")
+    total = index["metadata"]["total_size"] - (_size(checkpoint / HEAD_NAME) if old else 0)
+    out.mkdir(parents=True, exist_ok=True)
     if out.resolve() != checkpoint.resolve():
-        for name in {*weight_map.values(), "tokenizer.json"}:
-            shutil.copyfile(checkpoint / name, out / name)
+        for file in {*weight_map.values(), "tokenizer.json"}:
+            shutil.copyfile(checkpoint / file, out / file)
     if head.resolve() != (out / HEAD_NAME).resolve():
         shutil.copyfile(head, out / HEAD_NAME)
-    tensors = load_file(out / HEAD_NAME)
-    weight_map |= dict.fromkeys(tensors, HEAD_NAME)
-    index["weight_map"] = dict(sorted(weight_map.items()))
-    replaced = json.loads((checkpoint / INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
-    had_head = any(is_draft(name) for name in replaced)
-    if not had_head:
-        index["metadata"]["total_size"] += sum(t.nbytes for t in tensors.values())
+    weight_map |= dict.fromkeys(load_file(out / HEAD_NAME), HEAD_NAME)
+    index = {
+        "metadata": {**index["metadata"], "total_size": total + _size(out / HEAD_NAME)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     (out / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
     (out / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    (out / CALIBRATION_NAME).unlink(missing_ok=True)  # that of another head
     if temperatures is not None:
         (out / CALIBRATION_NAME).write_text(json.dumps({"temperatures": temperatures}) + "\n")
     return config
+
+
+def _size(path: Path) -> int:
+    return sum(tensor.nbytes for tensor in load_file(path).values())
