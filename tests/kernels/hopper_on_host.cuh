@@ -1,4 +1,4 @@
-// What the producer of kernels/flash_mla needs of hopper.cuh, on a CPU: each of its 128 threads is one, and a wait for the
+// What the producer of kernels/flash_mla needs of deep_jit/hopper.cuh, on a CPU: each of its 128 threads is one, and a wait for the
 // consumers is a wait for each other.
 #pragma once
 
@@ -24,6 +24,7 @@ struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct { int x; } static thread_local threadIdx;
 using std::max;
@@ -55,13 +56,15 @@ static void barrier_arrive_on_copies(u32 barrier) { barrier_arrive(barrier); }
 static pthread_barrier_t together;
 static void barrier_wait(u32, u32) { pthread_barrier_wait(&together); }
 static void barrier_init(u32, u32) {}
+static void barrier_expect(u32, u32) {}
+static u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 static void named_sync(int, int) {}
 static void named_arrive(int, int) {}
+static void wait_for_copies() {}
 static bool named_any(int, int, bool any) { return any; }
-static void fence_to_matrix_units() {}
+static void fence_to_copies() {}
 static u64 keep_policy() { return 0; }
 static u64 read_once_policy() { return 0; }
-static uint4 load_16(const void* source) { return __ldg((const uint4*)source); }
 static void copy_16(u32 target, const void* source, bool valid, u64) {
     if (valid) memcpy(shared_memory + target, source, 16);
     else memset(shared_memory + target, 0, 16);
@@ -78,7 +81,7 @@ static void store_shared(u32 target, u32 a, u32 b, u32 c, u32 d) {
     u32 words[4] = {a, b, c, d};
     memcpy(shared_memory + target, words, 16);
 }
-static void store_global(void*, u32, u32, u32, u32) {}
+static void store_global_once(void*, u32, u32, u32, u32) {}
 static float exp2_fast(float x) { return std::exp2(x); }
 static float low_bf16(u32 word) { return __uint_as_float(word << 16); }
 static float high_bf16(u32 word) { return __uint_as_float(word & 0xFFFF0000u); }

@@ -103,7 +103,7 @@ def test_scales_are_laid_out_by_column():
 @pytest.mark.parametrize(
     "matrix, message",
     [
-        (torch.zeros(4, 4, 4), "2-dimensional"),
+        (torch.zeros(4, 4, 4), "needs 3 sizes"),
         (torch.zeros(64, 64).T[:, :5], "contiguous"),
         (torch.zeros(4, 6), "16 bytes"),
         (torch.zeros(64).view(4, 16)[:, 1:5], "16 bytes"),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_gemm.fp8_gemm import processors, row_scales_layout
-from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit import Build, Kernel
+from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 
 SOURCE = Path(__file__).parent / "fp8_few_rows.cu"
 ROWS = 128  # of the weight, a tile

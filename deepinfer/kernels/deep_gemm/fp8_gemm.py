@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_gemm.fp8_variants import THREADS, Tile, choose_tile
-from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit import Kernel
+from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 
 GROUP = 128  # columns of A, rows and columns of B, that have one scale
 

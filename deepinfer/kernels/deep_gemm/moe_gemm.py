@@ -11,8 +11,8 @@ from torch import Tensor
 
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights
 from deepinfer.kernels.deep_gemm.fp8_gemm import processors, row_scales_layout
-from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit import Build, Kernel
+from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 
 SOURCE = Path(__file__).parent / "moe_gemm.cu"
 MAX_EXPERTS = 1024

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_gemm.fp8_gemm import processors
-from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit import Build, Kernel
+from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 
 SOURCE = Path(__file__).parent / "mqa_logits.cu"
 DIM, KEYS, PAGE, HEADS = 128, 128, 64, 32

@@ -1,63 +1,80 @@
-"""Descriptors of Hopper's bulk tensor copies (TMA): where a tensor lies, and the box that one copy moves."""
+"""Tensor maps: what Hopper's bulk copy engine (TMA) is told of a tensor in global memory."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_jit.driver import call
 
-BYTES = 128  # of a descriptor
-_ALIGNMENT = 64
-_TYPES = {  # CU_TENSOR_MAP_DATA_TYPE_*
+# Values of the CUDA driver's enumerations (cuda.h).
+_TYPES = {
     torch.uint8: 0,
+    torch.int8: 0,
     torch.float8_e4m3fn: 0,
     torch.int32: 3,
     torch.float16: 6,
     torch.float32: 7,
     torch.bfloat16: 9,
 }
-_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes of a row -> CU_TENSOR_MAP_SWIZZLE_*
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes of a row
 _PROMOTE_256_BYTES = 3
 
-TensorMap = ctypes.Array[ctypes.c_uint8]
+
+class TensorMap(ctypes.Structure):
+    """A CUtensorMap, passed to a kernel by value (a __grid_constant__ argument aligned to 64 bytes)."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
 
 
 def tensor_map(tensor: Tensor, box: Sequence[int], swizzle: int = 128) -> TensorMap:
-    """The descriptor of a copy of `box` elements (one a dimension), to pass by value as a __grid_constant__ argument.
+    """The descriptor of copies of `box` elements, one size a dimension; zeros outside the tensor.
 
     Coordinates in the kernel run from the last dimension to the first. Rows of `swizzle` bytes (0, 32, 64 or 128) are
-    swizzled in shared memory; what lies outside the tensor reads as 0. Raises ValueError for a tensor that cannot be
-    described: up to 5 dimensions, the last one contiguous, the others at multiples of 16 bytes.
+    swizzled in shared memory. Raises ValueError for a tensor that the copy engine does not take: up to 5 dimensions,
+    the last one contiguous, start and other strides at multiples of 16 bytes.
     """
-    size = tensor.element_size()
-    strides = [tensor.stride(i) * size for i in reversed(range(tensor.dim() - 1))]
-    if tensor.dtype not in _TYPES or not 1 <= tensor.dim() <= 5 or tensor.stride(-1) != 1:
+    size, last = tensor.element_size(), tensor.dim() - 1
+    if tensor.dtype not in _TYPES or not 0 <= last <= 4 or (tensor.shape[last] > 1 and tensor.stride(last) != 1):
         raise ValueError(f"tensor must have a contiguous last dimension and one of {list(_TYPES)}, got {tensor.dtype}")
-    if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides):
-        raise ValueError(f"tensor must start and repeat at multiples of 16 bytes, strides are {tensor.stride()}")
     if len(box) != tensor.dim() or swizzle not in _SWIZZLES:
         raise ValueError(f"box needs {tensor.dim()} sizes and swizzle one of {list(_SWIZZLES)}")
-    memory = bytearray(BYTES + _ALIGNMENT)
-    start = -ctypes.addressof(ctypes.c_uint8.from_buffer(memory)) % _ALIGNMENT
-    result = (ctypes.c_uint8 * BYTES).from_buffer(memory, start)
-    rank = tensor.dim()
+    row_bytes = -(-tensor.shape[last] * size // 16) * 16  # a stride that is never used may be anything
+    strides = [tensor.stride(i) * size if tensor.shape[i] > 1 else row_bytes for i in reversed(range(last))]
+    if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides):
+        raise ValueError(f"tensor must start and repeat at multiples of 16 bytes, strides are {tensor.stride()}")
+    return _encode(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(strides), tuple(box), swizzle)
+
+
+@lru_cache(maxsize=4096)
+def _encode(
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+) -> TensorMap:
+    memory = ctypes.create_string_buffer(192)  # the driver writes at a multiple of 64 bytes
+    start = -(-ctypes.addressof(memory) // 64) * 64
+    rank = len(shape)
     call(
         "cuTensorMapEncodeTiled",
-        ctypes.byref(result),
-        _TYPES[tensor.dtype],
+        ctypes.c_void_p(start),
+        _TYPES[dtype],
         rank,
-        ctypes.c_void_p(tensor.data_ptr()),
-        (ctypes.c_uint64 * rank)(*reversed(tensor.shape)),
-        (ctypes.c_uint64 * (rank - 1))(*(stride or 16 for stride in strides)),
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*reversed(box)),
         (ctypes.c_uint32 * rank)(*[1] * rank),
-        0,
+        0,  # no interleaving
         _SWIZZLES[swizzle],
         _PROMOTE_256_BYTES,
-        0,
+        0,  # zeros outside
     )
-    return result
+    return TensorMap.from_buffer_copy(ctypes.string_at(start, 128))

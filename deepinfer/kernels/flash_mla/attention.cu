@@ -20,6 +20,7 @@
 #define UNPACKS (WINDOW_FORMAT > ROWS_BF16 || LATENT_FORMAT > ROWS_BF16)
 #define PACKED_ONLY (WINDOW_FORMAT != ROWS_BF16 && LATENT_FORMAT != ROWS_BF16)
 #define LATENT_OR_ANY (LATENT_FORMAT == ROWS_NONE ? WINDOW_FORMAT : LATENT_FORMAT)
+#define BIAS_THREADS 32
 #define SLOTS (WINDOW_FORMAT == ROWS_BF16 || LATENT_FORMAT == ROWS_BF16 ? 4 : 2)
 #define KEY_SCALE (PACKED_ONLY ? UNPACK_SCALE : 1.0f)  // keys in shared memory are the true ones over this
 #define LOG2_E 1.4426950408889634f
@@ -31,8 +32,8 @@
 #define QUERY (4 * HALF_TILE_BYTES)
 #define PROBABILITIES (QUERY + 65536)            // of tile 0 and tile 1, 16 words a thread
 #define BIAS (PROBABILITIES + 2 * 8192)          // float [2][64]: 0, or -inf for a key that is none
-#define MAXIMUM (BIAS + 512)                     // float [2][64]: the rows' maximum after tile 0 and after tile 1
-#define SUMS (MAXIMUM + 512)                     // float [2][64]
+#define MAXIMUM (BIAS + 512)                     // float2 [2][128]: of a thread's rows, after tile 0 and after tile 1
+#define SUMS (MAXIMUM + 2048)                    // float [2][64]
 #define PEER_STATES (SUMS + 512)                 // float [SPLIT][2][64]: maximum and sum of every block of the cluster
 #define QUERY_FACTORS (PEER_STATES + SPLIT * 512)  // float [64]
 #define BARRIERS (QUERY_FACTORS + 256)
@@ -48,7 +49,8 @@ struct Params {
     int tokens;
 };
 
-enum NamedBarrier { PROBABILITIES_0 = 1, PROBABILITIES_1, SUMS_READY, QUERY_CHANGED, RESCALE_0, RESCALE_1 };
+// Those that end in 0 have a second one for the other group behind them.
+enum NamedBarrier { PROBABILITIES_0 = 1, SUMS_0 = 3, QUERY_0 = 5, RESCALE_0 = 7 };
 
 struct Barriers {
     u32 base;
@@ -56,8 +58,6 @@ struct Barriers {
     DEVICE u32 query_free() const { return base + 8; }
     DEVICE u32 ready(int tile, int half) const { return base + 16 + (tile * 2 + half) * 8; }
     DEVICE u32 free(int tile, int half) const { return base + 48 + (tile * 2 + half) * 8; }
-    DEVICE u32 peers_are_done() const { return base + 80; }
-    DEVICE u32 shares_are_here() const { return base + 88; }
 };
 
 // The tiles of 64 keys that this block reads: the window's come first.
@@ -81,6 +81,14 @@ struct Targets {
         chunks = keys + unit / 2 * SUB_TILE_BYTES + row * 128 + ((unit % 2 * 4 ^ row % 8) << 4);
     }
 };
+
+// Both groups wait for each other. Each at a barrier of its own: one that is waited for in two places of the code is not
+// understood by compute-sanitizer.
+template <int GROUP_ID>
+DEVICE void meet(int first) {
+    named_arrive(first + 1 - GROUP_ID, 256);
+    named_sync(first + GROUP_ID, 256);
+}
 
 DEVICE void arrive_warp(u32 barrier, int lane) {  // 8 or 4 arrivals, one a warp
     __syncwarp();
@@ -126,17 +134,19 @@ struct Rows {
         units[0] = units[1] = Unit{};
         if (slot[i] >= 0) load_units<FORMAT>(units, row_address<PAGE>(source, slot[i]), half);
     }
-    // What is added to the 64 logits of the tile.
-    DEVICE void write_bias(float* bias) const {
-        if (window) write_bias_of<WINDOW_FORMAT>(bias);
-        else write_bias_of<LATENT_OR_ANY>(bias);
+    // What is added to the 64 logits of the tile, by BIAS_THREADS threads.
+    DEVICE void write_bias(float* bias, u32 ready) const {
+        if (window) write_bias_of<WINDOW_FORMAT>(bias, ready);
+        else write_bias_of<LATENT_OR_ANY>(bias, ready);
     }
     template <int FORMAT>
-    DEVICE void write_bias_of(float* bias) const {
-        if (FORMAT == ROWS_BF16 ? threadIdx.x % 8 : threadIdx.x / 8 % 4) return;  // one of the threads that have the row
+    DEVICE void write_bias_of(float* bias, u32 ready) const {
+        const int part = FORMAT == ROWS_BF16 ? threadIdx.x % 8 : threadIdx.x / 8 % 4;  // of the threads that have the row
+        if (part >= ROWS_A_THREAD(FORMAT) / 2) return;
 #pragma unroll
         for (int i = 0; i < ROWS_A_THREAD(FORMAT); i++)
-            bias[tile_row<FORMAT>(i)] = slot[i] >= 0 ? 0.0f : -__int_as_float(0x7F800000);
+            if (i / 2 == part) bias[tile_row<FORMAT>(i)] = slot[i] >= 0 ? 0.0f : -__int_as_float(0x7F800000);
+        barrier_arrive(ready);
     }
 };
 
@@ -164,14 +174,13 @@ DEVICE void fill_half(const Rows& rows, const Rows& following, Unit (&raw)[2][2]
             store_unit<FORMAT, PACKED_ONLY>(raw[i][1], target, i * 1024 + 2 * SUB_TILE_BYTES);
             following.load(raw[i], p, i, half_after);
         }
-        fence_to_matrix_units();
+        fence_to_copies();
         barrier_arrive(ready);
     }
 }
 
 DEVICE void produce(const Params& p, const TensorMap& query_map, const Barriers& barriers, u8* shared, int first_item,
                     int items, int step, int rank) {
-    const int lane = threadIdx.x % 32;
     const Targets targets(shared_address(shared + KEYS));
     const Tiles tiles(p, rank);
     const int pairs = tiles.pairs();
@@ -202,10 +211,7 @@ DEVICE void produce(const Params& p, const TensorMap& query_map, const Barriers&
             const Rows now = tile ? rows[1] : rows[0], following = i == 3 ? next[0] : tile ? rows[0] : rows[1];
             const u32 offset = (tile * 2 + half) * HALF_TILE_BYTES, ready = barriers.ready(tile, half);
             barrier_wait(barriers.free(tile, half), parity);
-            if (i < 2) {
-                now.write_bias((float*)(shared + BIAS) + tile * 64);
-                arrive_warp(ready, lane);
-            }
+            if (i < 2) now.write_bias((float*)(shared + BIAS) + tile * 64, ready);
             if (now.window) fill_half<WINDOW_FORMAT, WINDOW_PAGE>(now, following, raw, p, p.window, targets, offset, half, half_after, ready);
             else fill_half<LATENT_OR_ANY, LATENT_PAGE>(now, following, raw, p, p.latent, targets, offset, half, half_after, ready);
         }
@@ -321,8 +327,13 @@ DEVICE void get_words(const u8* source, u32 (&words)[16]) {
     }
 }
 
-DEVICE void put_maximum(float* target, const Softmax& softmax, int row, int c) {
-    if (c == 0) target[row] = softmax.maximum[0], target[row + 8] = softmax.maximum[1];
+DEVICE void put_maximum(float2* target, const Softmax& softmax) {
+    *target = make_float2(softmax.maximum[0], softmax.maximum[1]);
+}
+DEVICE void follow_maximum(Softmax& softmax, const float2* source, float (&factor)[2]) {
+    const float2 next = *source;
+    factor[0] = softmax.move(0, next.x);
+    factor[1] = softmax.move(1, next.y);
 }
 
 // Scores of the group's own tile, left running: the half that arrives first comes first.
@@ -334,12 +345,13 @@ DEVICE void score_tile(float (&s)[32], u32 query, u32 keys, const Barriers& barr
     score_half(s, query, keys, 1 - GROUP_ID, false);
 }
 // Both groups come here for every token, and together change its query.
+template <int GROUP_ID>
 DEVICE void wait_for_query(const Params& p, const Barriers& barriers, u8* shared, int item, u32& query_parity) {
     barrier_wait(barriers.query_ready(), query_parity);
     query_parity ^= 1;
     if (!QUERY_IS_CHANGED) return;
     change_query(p.angles, item / BLOCKS_A_TOKEN, shared + QUERY, (float*)(shared + QUERY_FACTORS));
-    named_sync(QUERY_CHANGED, 256);
+    meet<GROUP_ID>(QUERY_0);
 }
 
 #include "combine.cuh"
@@ -348,7 +360,7 @@ template <int GROUP_ID>
 DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int first_item, int items, int step, int rank) {
     const int thread = threadIdx.x % 128, lane = thread % 32, c = lane % 4, row = thread / 32 * 16 + lane / 4;
     const float* query_factors = (const float*)(shared + QUERY_FACTORS);
-    float* shared_maximum = (float*)(shared + MAXIMUM);
+    float2* shared_maximum = (float2*)(shared + MAXIMUM) + thread;
     const float* bias = (const float*)(shared + BIAS) + GROUP_ID * 64;
     u8* mine = shared + PROBABILITIES + GROUP_ID * 8192 + thread * 16;
     u8* other = shared + PROBABILITIES + (1 - GROUP_ID) * 8192 + thread * 16;
@@ -363,7 +375,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
 
     float o[128], s[32], factor[2];
     u32 words[16];
-    wait_for_query(p, barriers, shared, first_item, query_parity);
+    wait_for_query<GROUP_ID>(p, barriers, shared, first_item, query_parity);
     if (GROUP_ID == 0) {
         score_tile<0>(s, query, my_keys, barriers, parity);
         wgmma_wait<0>();
@@ -389,17 +401,16 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 softmax.step(s, bias, scale, c, factor);
                 pack_probabilities(s, words);
                 put_words(mine, words);
-                put_maximum(shared_maximum, softmax, row, c);
+                put_maximum(shared_maximum, softmax);
                 named_arrive(PROBABILITIES_0, 256);
                 rescale<GROUP_ID>(o, factor);
                 add_values(o, words, values_0);
 
-                named_sync(PROBABILITIES_1, 256);
+                named_sync(PROBABILITIES_0 + 1, 256);
                 wgmma_wait<0>();
                 fence_registers(o);
-                arrive_warp(barriers.free(0, 0), lane);
-                factor[0] = softmax.move(0, shared_maximum[64 + row]);
-                factor[1] = softmax.move(1, shared_maximum[64 + row + 8]);
+                barrier_arrive(barriers.free(0, 0));
+                follow_maximum(softmax, shared_maximum + 128, factor);
                 rescale<GROUP_ID>(o, factor);
                 get_words(other, words);
                 barrier_wait(barriers.ready(1, 0), parity);
@@ -425,8 +436,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
             for (int pair = 0; pair < pairs; pair++) {
                 score_tile<1>(s, query, my_keys, barriers, parity);
                 named_sync(PROBABILITIES_0, 256);  // tile 0's values while our scores are on their way
-                factor[0] = softmax.move(0, shared_maximum[row]);
-                factor[1] = softmax.move(1, shared_maximum[row + 8]);
+                follow_maximum(softmax, shared_maximum, factor);
                 rescale<GROUP_ID>(o, factor);
                 get_words(other, words);
                 barrier_wait(barriers.ready(0, 1), parity);
@@ -438,8 +448,8 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 u32 next_words[16];
                 pack_probabilities(s, next_words);
                 put_words(mine, next_words);
-                put_maximum(shared_maximum + 64, softmax, row, c);
-                named_arrive(PROBABILITIES_1, 256);
+                put_maximum(shared_maximum + 128, softmax);
+                named_arrive(PROBABILITIES_0 + 1, 256);
 
                 wgmma_wait<0>();
                 fence_registers(o);
@@ -448,20 +458,20 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 add_values(o, next_words, values_1);
                 wgmma_wait<0>();
                 fence_registers(o);
-                arrive_warp(barriers.free(1, 1), lane);
+                barrier_arrive(barriers.free(1, 1));
                 parity ^= 1;
             }
         }
 
         const bool more = item + step < items;
-        if (more) wait_for_query(p, barriers, shared, item + step, query_parity);
+        if (more) wait_for_query<GROUP_ID>(p, barriers, shared, item + step, query_parity);
         if (GROUP_ID == 0 && more) {  // the next token's first scores run while this one is written
             score_tile<0>(s, query, my_keys, barriers, parity);
-            write_output<GROUP_ID>(o, softmax.maximum, softmax.sum, p.out, token, head, p.angles, barriers, shared, rank);
+            write_output<GROUP_ID>(o, softmax.maximum, softmax.sum, p.out, token, head, p.angles, shared, rank);
             wgmma_wait<0>();
             fence_registers(s);
         } else {
-            write_output<GROUP_ID>(o, softmax.maximum, softmax.sum, p.out, token, head, p.angles, barriers, shared, rank);
+            write_output<GROUP_ID>(o, softmax.maximum, softmax.sum, p.out, token, head, p.angles, shared, rank);
         }
     }
 }
@@ -481,25 +491,28 @@ sparse_attention(const __grid_constant__ Params p, const __grid_constant__ Tenso
         barrier_init(barriers.query_free(), 8);
         for (int tile = 0; tile < 2; tile++) {
             for (int half = 0; half < 2; half++) {
-                barrier_init(barriers.ready(tile, half), 128 + (tile == half ? 4 : 0));  // the bias arrives with it
-                barrier_init(barriers.free(tile, half), 4);
+                const bool with_bias = tile == half;  // which is written and read thread by thread
+                barrier_init(barriers.ready(tile, half), 128 + (with_bias ? BIAS_THREADS : 0));
+                barrier_init(barriers.free(tile, half), with_bias ? 128 : 4);
             }
         }
-        barrier_init(barriers.peers_are_done(), 8 * SPLIT);
-        barrier_init(barriers.shares_are_here(), 8 * SPLIT);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier_fence_init();
     }
-    if (SPLIT == 1) __syncthreads();
-    else cluster_sync();
+    __syncthreads();
     const int rank = blockIdx.x % SPLIT, items = p.tokens * BLOCKS_A_TOKEN;
     const int first = blockIdx.x / SPLIT, step = gridDim.x / SPLIT;
     // Of the launch's 384 x 168 registers, the consumers get more: 2 x 128 x 208 + 128 x 88.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the same for a warp
     if (group == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(88));
+        fewer_registers<88>();
         produce(p, query_map, barriers, shared, first, items, step, rank);
+        if (SPLIT > 1) {  // write_output's two meetings of the cluster
+            wait_for_copies();
+            cluster_sync();
+            cluster_sync();
+        }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(208));
+        more_registers<208>();
         if (group == 0) consume<0>(p, barriers, shared, first, items, step, rank);
         else consume<1>(p, barriers, shared, first, items, step, rank);
     }

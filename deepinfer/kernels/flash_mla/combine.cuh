@@ -24,22 +24,6 @@ DEVICE void store_peer(u32 address, float a) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
 
-// Arrives at all blocks' barrier, this one's too: a warp once, and what it stored before is seen by who waits there.
-DEVICE void arrive_at_peers(u32 barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 < SPLIT) {
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                         peer_address(barrier, threadIdx.x % 32))
-                     : "memory");
-    }
-}
-DEVICE void wait_for_peers(u32 barrier) {  // used once: phase 0
-    asm volatile(
-        "{\n .reg .pred done;\n"
-        "again:\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-        " @done bra.uni over;\n bra.uni again;\nover:\n}" ::"r"(barrier) : "memory");
-}
-
 // Columns of this warpgroup from register FIRST on.
 template <int GROUP_ID, int FIRST, int COUNT>
 DEVICE void store_columns(const float (&o)[128], const float (&inverse)[2], const Output& out, int token,
@@ -93,7 +77,7 @@ DEVICE void exchange_slice(float (&o)[128], const float (&factor)[SPLIT][2], con
 
 template <int GROUP_ID>
 DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float (&sum)[2], const Output& out, int token,
-                         int head, const Angles& angles, const Barriers& barriers, u8* shared, int rank) {
+                         int head, const Angles& angles, u8* shared, int rank) {
     const int thread = threadIdx.x % 128, lane = thread % 32, c = lane % 4, row = thread / 32 * 16 + lane / 4;
     float* sums = (float*)(shared + SUMS);  // each group has summed over its tiles
     float inverse[2], total[2];
@@ -102,7 +86,7 @@ DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float
         total[i] = quad_sum(sum[i]);
         if (c == 0) sums[GROUP_ID * 64 + row + 8 * i] = total[i];
     }
-    named_sync(SUMS_READY, 256);
+    meet<GROUP_ID>(SUMS_0);
 #pragma unroll
     for (int i = 0; i < 2; i++) total[i] = sums[row + 8 * i] + sums[64 + row + 8 * i];
 #if SPLIT == 1
@@ -111,8 +95,7 @@ DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float
     store_columns<GROUP_ID, 0, 128>(o, inverse, out, token, head, angles);
 #else
     float factor[SPLIT][2] = {};
-    arrive_at_peers(barriers.peers_are_done());  // they no longer read their key tiles once all have come here
-    wait_for_peers(barriers.peers_are_done());
+    cluster_sync();  // now no block reads its key tiles any more
     if (GROUP_ID == 0 && c == 0) {
 #pragma unroll
         for (int peer = 0; peer < SPLIT; peer++) {
@@ -127,8 +110,7 @@ DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float
     exchange_slice<GROUP_ID, 0>(o, factor, inverse, out, token, head, angles, shared, rank, false);
     if (SLICES_A_GROUP == 2)
         exchange_slice<GROUP_ID, SLICES_A_GROUP - 1>(o, factor, inverse, out, token, head, angles, shared, rank, false);
-    arrive_at_peers(barriers.shares_are_here());
-    wait_for_peers(barriers.shares_are_here());
+    cluster_sync();
     const float* states = (const float*)(shared + PEER_STATES);
 #pragma unroll
     for (int i = 0; i < 2; i++) {

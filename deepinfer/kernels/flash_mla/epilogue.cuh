@@ -1,7 +1,7 @@
 // The output side: 64 x 256 sums in a warpgroup's registers -> rows of the result, optionally rotated back and cast to FP8.
 #pragma once
 
-#include "hopper.cuh"
+#include "../deep_jit/hopper.cuh"
 #include "query.cuh"
 
 struct Output {
@@ -46,7 +46,7 @@ DEVICE void store_group(float (&v)[8], const Output& out, long long row, int col
 #pragma unroll
         for (int j = 0; j < 4; j++) words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
         transpose_quad(words, c);
-        store_global(out.values + (row * 512 + column + 8 * c) * 2, words[0], words[1], words[2], words[3]);
+        store_global_once(out.values + (row * 512 + column + 8 * c) * 2, words[0], words[1], words[2], words[3]);
         return;
     }
     float amax = 1e-4f;

@@ -55,7 +55,7 @@ class _Params(ctypes.Structure):
 @cache
 def kernel(variant: Variant) -> Kernel:
     """The variant's kernel; compiled on its first launch."""
-    return Kernel(variant.build(), shared_bytes=214_912 + 512 * variant.split)
+    return Kernel(variant.build(), shared_bytes=216_448 + 512 * variant.split)
 
 
 @cache

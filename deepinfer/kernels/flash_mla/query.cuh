@@ -3,7 +3,7 @@
 // A norm without weights is a factor of a row's logits, so that only the 64 rotated dimensions are ever written again.
 #pragma once
 
-#include "hopper.cuh"
+#include "../deep_jit/hopper.cuh"
 
 #ifndef NORM_EPSILON
 #define NORM_EPSILON 1e-20f
@@ -34,15 +34,10 @@ DEVICE void copy_box(u32 target, const TensorMap& map, int x, int y, int z, u32 
         : "memory");
 }
 
-// One arrival, and `bytes` of bulk copies to wait for beside it.
-DEVICE void barrier_arrive_and_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 // 8 sub-tiles of [64 heads x 64 values], swizzled like the keys.
 DEVICE void copy_query(const TensorMap& map, int item, u32 target, u32 ready) {
     if (threadIdx.x % 128) return;
-    barrier_arrive_and_expect(ready, 65536);
+    barrier_expect(ready, 65536);
     const int token = item / BLOCKS_A_TOKEN, head = item % BLOCKS_A_TOKEN * BLOCK_HEADS;
 #pragma unroll
     for (int t = 0; t < 8; t++) copy_box(target + t * SUB_TILE_BYTES, map, t * 64, head, token, ready);
@@ -91,5 +86,5 @@ DEVICE void change_query(const Angles& angles, int token, u8* query, float* fact
         }
         if (ROPE) *(uint4*)(chunk + 7 * SUB_TILE_BYTES) = make_uint4(words[0], words[1], words[2], words[3]);
     }
-    fence_to_matrix_units();
+    fence_to_copies();
 }

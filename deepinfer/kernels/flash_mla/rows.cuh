@@ -6,7 +6,7 @@
 // that store at once write 8 different chunks, and no bank twice.
 #pragma once
 
-#include "hopper.cuh"
+#include "../deep_jit/hopper.cuh"
 
 #define ROWS_NONE 0
 #define ROWS_BF16 1   // 1,024 bytes
@@ -47,8 +47,6 @@ DEVICE int tile_row(int i) {
     return FORMAT == ROWS_BF16 ? thread / 8 + 16 * i : thread / 32 * 16 + thread % 8 + 8 * i;
 }
 
-DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
-
 // 32 values of a packed row as they are in memory, and their scales.
 struct Unit {
     uint4 words[2];
@@ -63,8 +61,8 @@ DEVICE void load_units(Unit (&units)[2], const u8* row, int half) {
         row += half * 256 + unit * 32;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            units[j].words[0] = load_16(row + j * 128);
-            units[j].words[1] = load_16(row + j * 128 + 16);
+            units[j].words[0] = __ldg((const uint4*)(row + j * 128));
+            units[j].words[1] = __ldg((const uint4*)(row + j * 128 + 16));
         }
         row += 512 - half * 248 - unit * 31;
 #pragma unroll
@@ -72,7 +70,7 @@ DEVICE void load_units(Unit (&units)[2], const u8* row, int half) {
     } else {
         row += half * 128 + unit * 16;
 #pragma unroll
-        for (int j = 0; j < 2; j++) units[j].words[0] = load_16(row + j * 64);
+        for (int j = 0; j < 2; j++) units[j].words[0] = __ldg((const uint4*)(row + j * 64));
         row += 256 - half * 112 - unit * 14;
 #pragma unroll
         for (int j = 0; j < 2; j++) units[j].scales = __ldg((const u16*)(row + j * 8));

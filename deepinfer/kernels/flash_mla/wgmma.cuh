@@ -2,7 +2,7 @@
 // 16 warp + lane / 4 + 8 (i / 2) and column 8 j + 2 (lane % 4) + i % 2.
 #pragma once
 
-#include "hopper.cuh"
+#include "../deep_jit/hopper.cuh"
 
 // d [64 x 64] = a [64 x 16] b [64 x 16]^T (+ d), both in shared memory with the summed dimension contiguous.
 DEVICE void wgmma_64x64(float (&d)[32], u64 a, u64 b, int accumulate) {

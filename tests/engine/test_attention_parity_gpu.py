@@ -1,0 +1,116 @@
+"""The engine with Hopper attention against the engine with PyTorch's reference attention: logits and greedy tokens.
+
+A few layers of V4.1's attention (64 heads of 512, window, both compression ratios, top-k 512), everything else small.
+The reference run is fed the tokens of the first, so that all steps can be compared.
+
+Tolerance: the kernel adds in FP32 what the reference rounds to BF16 here and there, which routing and selection may
+amplify. Logits may differ by 3% of their norm; tokens must be the same where the reference is surer than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.bench.synthetic import small_config, synthetic_model
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.engine import Engine
+from deepinfer.engine.runner import ModelRunner
+from deepinfer.kernels import ops
+from deepinfer.kernels.flash_mla import attention as flash_mla
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.params import SamplingParams
+
+TOLERANCE = 0.03
+PROMPTS = (900, 300, 40, 1500)  # beyond the window, beyond top-k at ratio 1 and 2, and within both
+STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode curves of tests are not those of the machine."""
+    monkeypatch.setattr("deepinfer.engine.decode_curve.cache_dir", lambda: tmp_path)
+
+
+def new_runner(device: str, **options: object) -> ModelRunner:
+    config = replace(
+        small_config(8, 8),
+        num_attention_heads=64,
+        head_dim=512,
+        qk_rope_head_dim=64,
+        index_head_dim=128,
+        index_topk=512,
+        max_position_embeddings=4096,
+    )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = synthetic_model(config, dtype, device, quantize_activations=False)
+    return ModelRunner(model, EngineConfig(device=device, max_num_seqs=4, max_model_len=2048, **options))  # type: ignore[arg-type]
+
+
+def run(runner: ModelRunner, choose: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+    """Logits of every step of four greedy requests; `choose(step, logits)` gives those that tokens are taken from."""
+    logits: list[Tensor] = []
+    forward = runner.run
+
+    def run_and_keep(inputs: ModelInputs) -> Tensor:
+        logits.append(forward(inputs).clone())
+        return choose(len(logits) - 1, logits[-1])
+
+    runner.run = run_and_keep  # type: ignore[method-assign]
+    engine = Engine(runner, runner.config)
+    params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+    g = torch.Generator().manual_seed(0)
+    for number, length in enumerate(PROMPTS):
+        prompt = torch.randint(3, runner.vocab_size, (length,), generator=g).tolist()
+        engine.add_request(str(number), prompt, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert output.error is None, output.error
+    return logits
+
+
+def compare(result: list[Tensor], expected: list[Tensor]) -> tuple[float, float, int]:
+    """Largest relative error of a row's logits, share of rows with the same token, and rows with another one where the
+    reference's best logit is four times the tolerance above its second."""
+    assert [len(rows) for rows in result] == [len(rows) for rows in expected]
+    ours, theirs = torch.cat(result).double(), torch.cat(expected).double()
+    error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    best = theirs.topk(2).values
+    sure = best[:, 0] - best[:, 1] > 4 * TOLERANCE * theirs.square().mean(-1).sqrt()
+    same = ours.argmax(-1) == theirs.argmax(-1)
+    return error.max().item(), same.double().mean().item(), int((sure & ~same).sum())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "bf16"])
+def test_the_engine_gives_the_reference_s_tokens(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    launch = flash_mla.launch
+
+    def counted(*args: object, **options: object) -> None:
+        launches.append(1)
+        launch(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(flash_mla, "launch", counted)
+    options = {"kv_cache_dtype": kv_cache_dtype, "zero_overhead_scheduling": False}
+    ours = run(new_runner("cuda", **options), lambda step, logits: logits)
+    assert len(launches) > 100  # eight layers of each prefill step at least, and what graphs are captured from
+    torch.cuda.empty_cache()
+
+    monkeypatch.delitem(ops.sparse_attention.backends, "cuda")
+    launches.clear()
+    theirs = run(new_runner("cuda", cuda_graphs=False, **options), lambda step, logits: ours[step])
+    assert not launches
+    assert sum(map(len, ours)) == len(PROMPTS) * STEPS
+    error, agreement, wrong = compare(ours, theirs)
+    assert error < TOLERANCE
+    assert agreement > 0.9
+    assert wrong == 0
