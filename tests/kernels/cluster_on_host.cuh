@@ -58,6 +58,13 @@ static float fast_exp(float x) { return std::exp(x); }
 static float fast_reciprocal(float x) { return 1 / x; }
 static float fast_sqrt(float x) { return std::sqrt(x); }
 
+static float rsqrtf(float x) { return 1 / std::sqrt(x); }
+static u32 round_bf16(float x) {
+    u32 bits = __float_as_uint(x);
+    return std::isnan(x) ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+static u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+
 static void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
 static u32 arrive(Barrier& barrier) {
@@ -109,6 +116,9 @@ static u32 __ballot_sync(u32, bool value) {
 }
 static u32 __shfl_sync(u32, u32 value, int lane) {
     return exchange(value, [=](u64* all) { return (u32)all[lane]; });
+}
+static float __shfl_sync(u32, float value, int lane) {
+    return __uint_as_float(exchange(__float_as_uint(value), [=](u64* all) { return (u32)all[lane]; }));
 }
 static float __shfl_xor_sync(u32, float value, int mask) {
     u32 bits = __float_as_uint(value);

@@ -14,14 +14,16 @@ import torch
 
 from deepinfer.kernels.deep_jit import Build
 from deepinfer.kernels.deep_select import gate, top_k
+from deepinfer.kernels.reference.hyper_connection import hc_post, hc_pre
 from deepinfer.kernels.reference.indexer import top_k_positions
 from deepinfer.kernels.reference.moe import moe_gate
-from tests.kernels.cases import CASES, INF, NAN, normal
+from deepinfer.kernels.tile_kernels import hyper_connection
+from tests.kernels.cases import CASES, INF, NAN, hc_mix, normal
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 SOURCE = """
-#include "{name}.cu"
+#include "{file}"
 extern "C" void on_host(const {params}* p, int ranks, int rows, int shared_bytes) {{
     run(ranks, rows, THREADS, shared_bytes, [=] {{ {name}(*p); }});
 }}
@@ -39,8 +41,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Build, str],
         macros = [f"-D{name}={value}" for name, value in build.defines.items()]
         name = "".join([build.name, *macros])
         if name not in built:
-            shutil.copy(build.source, folder)
-            (folder / "host.cpp").write_text(SOURCE.format(name=build.name, params=params))
+            for source in (*build.source.parent.glob("*.cu"), *Path(top_k.__file__).parent.glob("*.cuh")):
+                if source.name != "cluster.cuh":
+                    text = source.read_text().replace("../deep_select/", "")
+                    (folder / source.name).write_text(text)
+            (folder / "host.cpp").write_text(SOURCE.format(name=build.name, file=build.source.name, params=params))
             command = [str(COMPILER), "-O1", "-std=c++17", "-w", "-shared", "-fPIC", *macros, "host.cpp"]
             answer = subprocess.run([*command, "-o", f"{name}.so"], cwd=folder, capture_output=True, text=True)
             assert answer.returncode == 0, answer.stderr[:3000]
@@ -118,3 +123,30 @@ def test_gate(compiled):
         expected = moe_gate.reference(logits, bias, k, normalise, scaling)
         assert torch.equal(chosen, expected[0])
         torch.testing.assert_close(gates, expected[1], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("n", "dim", "cluster", "tokens"), [(1, 384, 8, 1), (3, 384, 8, 2), (5, 64, 8, 4), (2, 2048, 16, 1)]
+)
+@pytest.mark.parametrize("after_sub_layer", [True, False])
+def test_hyper_connection(compiled, n: int, dim: int, cluster: int, tokens: int, after_sub_layer: bool):
+    g = torch.Generator().manual_seed(dim + n)
+    h, y = normal(g, n, 4, dim).bfloat16(), normal(g, n, dim).bfloat16()
+    comb = torch.rand(n, 4, 4, generator=g)
+    p_prev, fn, scale, base, norm, *constants = hc_mix(g, n, 4, dim)
+    norm = norm.bfloat16()
+    mix = (y, normal(g, n, 4), comb) if after_sub_layer else None
+    after = torch.full_like(h, torch.nan) if mix else h
+    shapes = ((n, 4), (n, 4), (n, 4, 4))
+    outputs = (after, torch.full_like(y, torch.nan), *(torch.full(shape, torch.nan) for shape in shapes))
+    arguments = hyper_connection.parameters(h, mix, p_prev, (fn, scale, base, norm), tuple(constants), outputs)
+    on_host = compiled(hyper_connection.build(dim, cluster, tokens), "MixParams")
+    on_host(ctypes.byref(arguments), cluster, -(-n // tokens), hyper_connection.shared_bytes(dim, cluster, tokens))
+    weights = (p_prev, fn, scale, base, norm.float(), *constants)
+    if mix:
+        before = hc_post.reference(h.float(), *(t.float() for t in mix)).bfloat16()
+        torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-2)
+    expected = hc_pre.reference(after.float(), *weights)
+    torch.testing.assert_close(outputs[1].float(), expected[0], rtol=1e-2, atol=1e-2)
+    for ours, theirs in zip(outputs[2:], expected[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

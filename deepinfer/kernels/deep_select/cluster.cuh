@@ -110,3 +110,10 @@ DEVICE float fast_sqrt(float x) {
     asm("sqrt.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
 }
+
+// Two float32 numbers rounded to BF16.
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}

@@ -1,0 +1,1 @@
+"""Fused kernels of a decode step in CUDA C++."""
