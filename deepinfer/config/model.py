@@ -8,7 +8,7 @@ names the key.
 from __future__ import annotations
 
 import copy
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,11 @@ class ModelConfig(BackboneConfig):
     def ring_size(self) -> int:
         """Slots of a sliding-window ring: window + backtracking."""
         return self.sliding_window + self.max_backtracking_tokens
+
+    def with_draft_layers(self, stages: int) -> ModelConfig:
+        """The same model with `stages` draft layers; 0: without a draft head."""
+        ratios = (*self.compress_ratios[: self.num_hidden_layers], *[0] * stages)
+        return replace(self, num_nextn_predict_layers=stages, compress_ratios=ratios)
 
     def __post_init__(self) -> None:
         check_model(self)

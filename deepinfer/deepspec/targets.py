@@ -6,7 +6,7 @@ hidden states, of which `head` makes logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -119,9 +119,3 @@ def load_target(folder: Path, length: int, device: str) -> V41Target | HuggingFa
         return HuggingFaceTarget(folder, device)
     except (OSError, ImportError, KeyError) as error:
         raise ValueError(f"target: {folder} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
-
-
-def with_draft_layers(config: ModelConfig, stages: int) -> ModelConfig:
-    """The same model with `stages` draft layers."""
-    ratios = (*config.compress_ratios[: config.num_hidden_layers], *[0] * stages)
-    return replace(config, num_nextn_predict_layers=stages, compress_ratios=ratios)

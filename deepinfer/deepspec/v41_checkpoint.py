@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
-from deepinfer.deepspec.targets import with_draft_layers
 from deepinfer.deepspec.v41_blocks import draft_kinds
 from deepinfer.models.checkpoint_format import parameter_specs, stored_tensors
 from deepinfer.models.draft_head import CALIBRATION_NAME
@@ -63,7 +62,7 @@ def attach_head(
     Raises:
         ValueError: the checkpoint has a head in its other files.
     """
-    config = with_draft_layers(ModelConfig.from_file(checkpoint), stages)
+    config = ModelConfig.from_file(checkpoint).with_draft_layers(stages)
     index = json.loads((checkpoint / INDEX_NAME).read_text(encoding="utf-8"))
     weight_map = {name: file for name, file in index["weight_map"].items() if not is_draft(name)}
     old = {file for name, file in index["weight_map"].items() if is_draft(name)}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec.losses import LossWeights, block_losses
-from deepinfer.deepspec.targets import V41Target, with_draft_layers
+from deepinfer.deepspec.targets import V41Target
 from deepinfer.deepspec.train import blocks_of, pick_anchors
 from deepinfer.deepspec.v41_blocks import BlockModel, draft_kinds, initial_masters
 from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, head_weights, write_head
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--eager", action="store_true", help="launch kernels one by one instead of replaying a graph")
     options = parser.parse_args(arguments)
 
-    config = with_draft_layers(ModelConfig.from_file(options.target), options.stages)
+    config = ModelConfig.from_file(options.target).with_draft_layers(options.stages)
     on_gpu = options.device != "cpu"
     if on_gpu:
         torch.set_float32_matmul_precision("high")

@@ -18,11 +18,11 @@ SHARD_BYTES = 15 * 2**20
 
 
 def export(out: Path, config: ModelConfig, masters: dict[str, Tensor], tokenizer: Path) -> None:
-    """Quantise the masters and write the public format with the tokenizer files beside it."""
+    """Quantise the masters and write the public format with the tokenizer files beside it; a draft head is left out."""
     weights: dict[str, Tensor] = {}
     for kind in parameter_kinds(config):
         weights.update(zip(kind.names, masters[kind.name].detach().float().cpu().unbind(0), strict=True))
-    write_checkpoint(out, config, with_image_biases(weights), SHARD_BYTES, tokenizer)
+    write_checkpoint(out, config.with_draft_layers(0), with_image_biases(weights), SHARD_BYTES, tokenizer)
 
 
 def starting_masters(config: ModelConfig, checkpoint: Path | None, seed: int) -> dict[str, Tensor]:

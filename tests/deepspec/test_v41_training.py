@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec import v41_train
-from deepinfer.deepspec.targets import V41Target, with_draft_layers
+from deepinfer.deepspec.targets import V41Target
 from deepinfer.deepspec.v41_blocks import draft_kinds, initial_masters
 from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, attach_head, head_weights, write_head
 from deepinfer.models import reference
@@ -55,7 +55,7 @@ def trained(checkpoint, tmp_path_factory):
 def test_training_writes_the_public_tensors(checkpoint, trained):
     record = json.loads((trained / "training.json").read_text())
     assert record["step"] >= 1 and record["stages"] == 2
-    config = with_draft_layers(ModelConfig.from_file(checkpoint), 2)
+    config = ModelConfig.from_file(checkpoint).with_draft_layers(2)
     expected = {name for name in expected_tensors(config) if is_draft(name)}
     assert set(load_file(trained / HEAD_NAME)) == expected
 
@@ -72,7 +72,7 @@ def test_attached_heads_load_and_the_rest_stays(checkpoint, trained, tmp_path):
     sizes = [t.nbytes for file in tmp_path.glob("*.safetensors") for t in load_file(file).values()]
     assert index["metadata"]["total_size"] == sum(sizes)
     # Once more in place, with another head: nothing is counted twice.
-    config = with_draft_layers(ModelConfig.from_file(checkpoint), 1)
+    config = ModelConfig.from_file(checkpoint).with_draft_layers(1)
     write_head(tmp_path / "new.safetensors", config, head_weights(config, initial_masters(config, 3)))
     attach_head(tmp_path, tmp_path / "new.safetensors", tmp_path, 1)
     (tmp_path / "new.safetensors").unlink()
@@ -84,7 +84,7 @@ def test_attached_heads_load_and_the_rest_stays(checkpoint, trained, tmp_path):
 
 
 def test_a_released_head_is_not_replaced(checkpoint, trained, tmp_path):
-    config = with_draft_layers(ModelConfig.from_file(checkpoint), 1)
+    config = ModelConfig.from_file(checkpoint).with_draft_layers(1)
     write_checkpoint(tmp_path, config, random_weights(config, 0), 1 << 20)
     with pytest.raises(ValueError, match="which stays"):
         attach_head(tmp_path, trained / HEAD_NAME, tmp_path, 2)
@@ -92,7 +92,7 @@ def test_a_released_head_is_not_replaced(checkpoint, trained, tmp_path):
 
 def test_what_is_written_is_what_training_saw(checkpoint, tmp_path):
     """Masters through the file and back are the rounded values of a training step."""
-    config = with_draft_layers(ModelConfig.from_file(checkpoint), 2)
+    config = ModelConfig.from_file(checkpoint).with_draft_layers(2)
     masters = initial_masters(config, 1)
     seen = head_weights(config, masters)
     write_head(tmp_path / "head.safetensors", config, seen)
