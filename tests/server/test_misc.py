@@ -103,6 +103,19 @@ def test_the_description_of_the_api_lists_every_route(server: Server) -> None:
     assert {"prompt", "top_k", "stop_token_ids", "return_token_ids"} <= set(schema["properties"])
 
 
+def test_the_page_of_the_routes_loads_nothing(server: Server) -> None:
+    """The whole schema is on it, and neither a script nor an address elsewhere."""
+    page = server.http.get("/docs")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.search(r"<script|src=|https?://|//[a-z]+\.", page.text)
+    paths = server.http.get("/openapi.json").json()["paths"]
+    assert all(f"<code>{path}</code>" in page.text for path in paths)
+    assert "<td><code>top_k</code></td><td>integer</td>" in page.text
+    assert httpx.get(f"{server.url}/docs").status_code == httpx.get(f"{server.url}/openapi.json").status_code == 401
+    assert any("GET /openapi.json 200" in line for line in server.log), server.log[-3:]
+
+
 @pytest.mark.parametrize(("seconds", "status"), [(60, 200), (0, 503)])
 def test_a_stopped_server_drains_or_refuses(checkpoint: Path, seconds: int, status: int) -> None:
     """Also: without keys nothing is checked, and the model is called like its folder."""
