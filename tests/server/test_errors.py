@@ -62,7 +62,7 @@ SAMPLING_FAULTS = [
     ("best_of", 3),
     ("use_beam_search", True),
     ("prompt_logprobs", 1),
-    ("structured_outputs", {"regex": "a"}),
+    ("structured_outputs", {"regex": "a", "json": "{}"}),
     ("include_stop_str_in_output", "yes"),
 ]
 
@@ -103,7 +103,7 @@ def test_numbers_that_are_none(server: Server, name: str, value: str) -> None:
         ({"logprobs": True}, "logprobs"),
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"suffix": "end"}, "suffix"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"model": 5}, "model"),
         ({"model": None}, "model"),
         ({"stream_options": {"include_usage": "yes"}, "stream": True}, "stream_options"),
@@ -115,7 +115,8 @@ def test_completion_fields(server: Server, change: dict, param: str) -> None:
 
 
 USER = {"role": "user", "content": "hi"}
-STRICT = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+UNIQUE = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+STRICT = {"type": "object", "properties": {"a": UNIQUE}, "required": ["a"], "additionalProperties": False}
 PNG = "data:image/png;base64,iVBORw0KGgo="
 
 
@@ -143,8 +144,7 @@ PNG = "data:image/png;base64,iVBORw0KGgo="
         ({"thinking": {"type": "perhaps"}}, "thinking"),
         ({"chat_template": "x"}, "chat_template"),
         ({"max_completion_tokens": -5}, "max_completion_tokens"),
-        ({"echo": True}, "echo"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": STRICT}}]}, "tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG}}]}]}, "messages"),
         ({"modalities": ["audio"]}, "modalities"),

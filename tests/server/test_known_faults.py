@@ -294,10 +294,11 @@ def test_vllm_47616_usage_and_ids_are_cut_where_the_text_is(server: Server, stre
 
 
 RECURSIVE = {"$defs": {"a": {"properties": {"a": {"$ref": "#/$defs/a"}}}}, "$ref": "#/$defs/a"}
-SCHEMAS: list[Any] = ["", {}, {"$ref": "#/nope"}, RECURSIVE, {"enum": ["x" * (1 << 20)]}, {"type": "nothing"}]
+# An empty schema and a recursive one are schemas like any other.
+SCHEMAS: list[Any] = ["", {"$ref": "#/nope"}, {"$ref": "#"}, {"enum": ["x" * (1 << 20)]}, {"type": "nothing"}]
 BAD_GRAMMARS: list[dict[str, Any]] = [
     *({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": one}}} for one in SCHEMAS),
-    *({"structured_outputs": {"regex": one}} for one in ("(", "[a", "^( | .*)$")),
+    *({"structured_outputs": {"regex": one}} for one in ("(", "[a", "a(?=b)")),
     {"structured_outputs": {"json_object": False}},
     {"structured_outputs": {"json": ""}},
     {"structured_outputs": {"regex": "a", "json": {}}},
@@ -329,10 +330,12 @@ def test_vllm_17313_bad_grammars_are_refused_and_disturb_nobody(server: Server) 
         for change in BAD_GRAMMARS:
             for path in ("/v1/chat/completions", "/v1/completions"):
                 body = {"model": MODEL, "max_tokens": 4, **ROUTES[path]} | change
+                # A schema of a megabyte makes a prompt that fits into no context.
+                fields = {*change, "messages"} if len(str(change)) > 1 << 20 else change
                 answer = server.http.post(path, json=body)
                 error = answer.json()["error"]
                 assert answer.status_code == 400, (path, change)
-                assert error["type"] == "invalid_request_error" and error["param"].split(".")[0] in change
+                assert error["type"] == "invalid_request_error" and error["param"].split(".")[0] in fields
     assert server.http.get("/health_generate").status_code == 200
 
 

@@ -15,7 +15,8 @@ TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hello there", "max_tokens": 6
 REFUSED: dict[str, Any] = {
     "length_penalty": 2.0, "use_beam_search": True, "best_of": 2, "skip_special_tokens": False, "prompt_logprobs": 1,
     "logprob_token_ids": [4], "repetition_detection": {"min_count": 3},
-    "structured_outputs": {"regex": "a"}, "regex": "a", "ebnf": "a", "json_schema": "{}", "structural_tag": {},
+    "structured_outputs": {"regex": "a", "json": "{}"}, "regex": "(", "ebnf": "a", "json_schema": "{",
+    "structural_tag": {},
     "cache_salt": "s", "extra_key": "s", "kv_transfer_params": {}, "stream_interval": 4,
     "routed_experts_prompt_start": 1,
     "return_hidden_states": True, "return_routed_experts": True, "lora_path": "x", "stop_regex": "a",
@@ -23,7 +24,7 @@ REFUSED: dict[str, Any] = {
 }  # fmt: skip
 REFUSED_IN_CHAT = REFUSED | {
     "truncate_prompt_tokens": 3, "echo": True, "documents": [{"text": "a"}], "chat_template": "x",
-    "thinking_token_budget": 4, "parallel_tool_calls": False, "add_special_tokens": True, "separate_reasoning": False,
+    "thinking_token_budget": 4, "add_special_tokens": True, "separate_reasoning": False,
     "stream_reasoning": False, "mm_processor_kwargs": {"a": 1}, "response_format": {"type": "json_object"},
     "add_generation_prompt": False, "chat_template_kwargs": {"other": 1},
 }  # fmt: skip

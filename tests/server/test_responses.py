@@ -13,6 +13,8 @@ from tests.server.process import MODEL, Server, start_server
 from tests.server.test_errors import check_shape
 
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 16}
+UNIQUE = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+UNENFORCED = {"type": "object", "properties": {"a": UNIQUE}, "required": ["a"]}
 WEATHER: Any = {
     "type": "function",
     "name": "get_weather",
@@ -182,8 +184,8 @@ USER = [{"role": "user", "content": "hi"}]
         ({"top_p": 0}, "top_p"),
         ({"n": 2}, "n"),
         ({"text": {"format": {"type": "json_object"}}}, "text"),
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}, "text"),
-        ({"tools": [WEATHER | {"strict": True}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text"),
+        ({"tools": [WEATHER | {"strict": True, "parameters": UNENFORCED}]}, "tools"),
         ({"tools": "hammer"}, "tools"),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning"),
@@ -198,7 +200,7 @@ USER = [{"role": "user", "content": "hi"}]
         ({"metadata": {"a": 1}}, "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"stop": [""]}, "stop"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
