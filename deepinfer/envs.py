@@ -72,6 +72,11 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     ),
     "DEEPINFER_CUDA_GRAPHS": (_bool, None, "whether decode steps are captured as CUDA graphs; default: on a GPU"),
     "DEEPINFER_DEBUG": (_bool, False, "show the traceback of an error on the command line"),
+    "DEEPINFER_ENABLE_MTP_VARLEN": (
+        _bool,
+        True,
+        "whether speculation verifies as many drafts as pay, a number for each sequence and step; 0: always all",
+    ),
     "DEEPINFER_ENGINE_KIND": (
         _choice("normal", "prefill", "decode", "completion"),
         "normal",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from deepinfer import envs
+from deepinfer.config.speculative import SpeculativeConfig
 from deepinfer.errors import shown
 
 KV_CACHE_DTYPES = ("auto", "fp32", "bf16", "fp8", "fp64")
@@ -13,7 +14,7 @@ DTYPES = ("auto", "fp32", "bf16", "fp64")
 YOCO_MODES = ("off", "mask", "compact")
 ENGINE_KINDS = ("normal", "prefill", "decode", "completion")
 PREEMPTION_MODES = ("recompute", "swap")
-DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 DEFAULT_CACHE_BYTES = 2 << 30
 INT32_MAX = 2**31 - 1  # counts of blocks, sequences and tokens are int32 on the device
 INT64_MAX = 2**63 - 1
@@ -41,14 +42,20 @@ class EngineConfig:
         dtype: arithmetic of the model.
         quantize_activations: round activations to FP8 in front of FP8 and FP4 weights, as the released model does;
             off is closer to exact arithmetic. None: on where the kernels multiply in FP8 (Hopper GPUs).
-        device: "cpu", "cuda" or "cuda:N"; whether the machine has it is checked when the model is loaded.
+        gpu_memory_utilization: share of a GPU's memory that weights and caches may take together, where neither
+            num_blocks nor cache_memory_bytes is given.
+        device: "cpu", "cuda" or "cuda:N"; whether the machine has it is checked when the model is loaded, and "auto"
+            is replaced: by "cuda" where there is one, else by "cpu".
         seed: where the draws of requests without a seed start; None starts somewhere else in every process.
         yoco_prefill_truncation_mode: "off" runs every prompt token through all layers; "mask" and "compact" run only
             the last yoco_prefill_keep_tokens of a prompt through the decoder layers, and agree with each other: the
             first computes the other rows and hides them, the second drops them.
         yoco_prefill_keep_tokens: at least window + max_backtracking_tokens of the model.
+        speculative_config: a SpeculativeConfig or its fields in a dict, e.g. {"method": "ngram"}; None: each step
+            decodes one token of a sequence.
         max_backtracking_tokens: tokens of a sequence that speculation may take back, which the sliding-window caches
-            keep beside the window; None, and whatever is less, is what the model needs: its draft tokens + 1.
+            keep beside the window; None is what speculation needs, its draft tokens + 1. Whatever is less than what
+            the model's own draft head needs is that.
         kind: "normal" runs prompts and answers in turn; "completion" too, with more prefill steps for each decode step
             (throughput before latency); "prefill" runs prompts only and hands sequences over after their first token;
             "decode" goes on with such sequences.
@@ -75,6 +82,7 @@ class EngineConfig:
     block_size: int = 128
     num_blocks: int | None = None
     cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     prefill_chunk_size: int | None = None
@@ -95,6 +103,7 @@ class EngineConfig:
     yoco_prefill_keep_tokens: int | None = field(
         default_factory=partial(envs.get, "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS")
     )
+    speculative_config: SpeculativeConfig | None = None
     max_backtracking_tokens: int | None = field(default_factory=partial(envs.get, "DEEPINFER_MAX_BACKTRACKING_TOKENS"))
     zero_overhead_scheduling: bool | None = field(
         default_factory=partial(envs.get, "DEEPINFER_ZERO_OVERHEAD_SCHEDULING")
@@ -123,6 +132,7 @@ class EngineConfig:
         return self.prefill_chunk_size or (512 if self.device == "cpu" else 2048)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         minimum = {"block_size": 1, "num_blocks": 2, "cache_memory_bytes": 1, "max_num_seqs": 1,
                    "max_num_batched_tokens": 1, "prefill_chunk_size": 1, "max_model_len": 2, "seed": 0,
                    "yoco_prefill_keep_tokens": 1, "max_backtracking_tokens": 1,
@@ -140,6 +150,9 @@ class EngineConfig:
             raise ValueError(f"watermark must be a number in [0, 1), got {shown(self.watermark)}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be a number in [0, 1), got {shown(self.watermark)}")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {shown(share)}")
         step_ms = self.prefill_step_ms
         is_number = isinstance(step_ms, int | float) and not isinstance(step_ms, bool)
         if step_ms is not None and not (is_number and 0 < step_ms <= MAX_STEP_MS):
@@ -156,7 +169,7 @@ class EngineConfig:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
-            raise ValueError(f"device must be cpu, cuda or cuda:N, got {shown(self.device)}")
+            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}")
         for name in ("quantize_activations", "zero_overhead_scheduling", "cuda_graphs"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
@@ -168,8 +181,12 @@ class EngineConfig:
             got = shown(self.yoco_prefill_truncation_mode)
             raise ValueError(f"yoco_prefill_truncation_mode must be one of {allowed}, got {got}")
 
-    def resolve_num_blocks(self, bytes_per_block: int, max_model_len: int) -> int:
+    def resolve_num_blocks(
+        self, bytes_per_block: int, max_model_len: int, default_bytes: int = DEFAULT_CACHE_BYTES
+    ) -> int:
         """Number of blocks, null block included, for a model whose block takes bytes_per_block in all layers.
+
+        `default_bytes` is the memory budget where none is configured.
 
         Raises ValueError when the memory budget does not hold even one block of tokens.
         """
@@ -178,7 +195,7 @@ class EngineConfig:
         wanted = 1 + self.max_num_seqs * math.ceil(max_model_len / self.block_size)
         if bytes_per_block == 0:  # sliding-window layers only: sequences keep all they need in their state slots
             return wanted
-        fitting = (self.cache_memory_bytes or DEFAULT_CACHE_BYTES) // bytes_per_block
+        fitting = (self.cache_memory_bytes or default_bytes) // bytes_per_block
         if fitting < 2:
             raise ValueError(f"cache_memory_bytes must hold at least 2 blocks of {bytes_per_block} bytes")
         return min(wanted, fitting)

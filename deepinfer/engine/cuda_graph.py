@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +25,13 @@ from deepinfer.engine.step_buffers import StepBuffers, StepShape, first_rows, pa
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.observability.graph_timer import CUDAGraphTimer
 from deepinfer.observability.timers import Durations
+from deepinfer.speculation.slot_tokens import SlotTokens
 
 logger = logging.getLogger(__name__)
 
 NARROWEST = 256  # block-table columns up to which there is one width only
 WIDTH_FACTOR = 8  # between the widths of longer tables
+DRAFT_INTERVALS = 4  # of the ladder, between the sizes of steps that only drafts make so large
 WARM_UPS = 2  # eager runs of a shape before its capture: kernels are compiled and tuned in the first
 
 
@@ -48,11 +49,17 @@ def table_widths(max_blocks: int) -> list[int]:
     return widths
 
 
-def step_shapes(max_num_seqs: int, interval: int, max_blocks: int) -> list[StepShape]:
-    """All shapes, by width, then rows. Wide tables get powers of two only: few long sequences run at a time."""
+def step_shapes(max_num_seqs: int, interval: int, max_blocks: int, num_drafts: int = 0) -> list[StepShape]:
+    """All shapes, by width, then rows. Wide tables get powers of two only: few long sequences run at a time.
+
+    With drafts a sequence may have 1 + num_drafts rows; beyond max_num_seqs rows the steps of the ladder are wider.
+    """
     narrow, *wide = table_widths(max_blocks)
-    shapes = [StepShape(rows, narrow) for rows in batch_sizes(max_num_seqs, interval)]
-    powers = batch_sizes(max_num_seqs, 1 << max_num_seqs.bit_length())
+    max_rows = max_num_seqs * (1 + num_drafts)
+    with_drafts = [*range(max_num_seqs + DRAFT_INTERVALS * interval, max_rows, DRAFT_INTERVALS * interval), max_rows]
+    rows_of_steps = batch_sizes(max_num_seqs, interval) + (with_drafts if num_drafts else [])
+    shapes = [StepShape(rows, narrow) for rows in rows_of_steps]
+    powers = batch_sizes(max_rows, 1 << max_rows.bit_length())
     return [*shapes, *(StepShape(rows, blocks) for blocks in wide for rows in powers)]
 
 
@@ -61,12 +68,13 @@ class DecodeGraphs:
 
     Args:
         forward: ModelInputs of a decode step -> tensor [rows, ...]; no shape and no launch may depend on values.
-        max_num_seqs: rows of the largest step.
+        max_num_seqs: rows of the largest step, without drafts.
         interval: distance between captured batch sizes.
         max_blocks: columns of the widest block table.
         device: of the inputs. Graphs are captured on a GPU only.
         set_mark: takes what `forward` is to call with the name of the part that has just ended (None: nothing), while
             a graph is captured with times of its parts; None: no times.
+        slot_tokens: tokens that the host does not know, for steps with drafts; None: there are none.
     """
 
     def __init__(
@@ -77,11 +85,14 @@ class DecodeGraphs:
         max_blocks: int,
         device: torch.device | str,
         set_mark: Callable[[Callable[[str], None] | None], None] | None = None,
+        slot_tokens: SlotTokens | None = None,
     ) -> None:
         self.forward = forward
-        self.shapes = step_shapes(max_num_seqs, interval, max_blocks)
+        num_drafts = 0 if slot_tokens is None else slot_tokens.num_drafts
+        self.shapes = step_shapes(max_num_seqs, interval, max_blocks, num_drafts)
+        self.num_slots = max_num_seqs + 1
         self.device = torch.device(device)
-        self.buffers = StepBuffers(StepShape(max_num_seqs, max_blocks), device)
+        self.buffers = StepBuffers(StepShape(self.shapes[-1].rows, max_blocks), device, slot_tokens)
         self.inputs = {shape: self.buffers.inputs(shape) for shape in self.shapes}
         self.capture_seconds = 0.0
         self.capture_bytes = 0
@@ -90,7 +101,7 @@ class DecodeGraphs:
         self._set_mark = set_mark
         self._replays: dict[StepShape, Callable[[], None]] = {}
         self._timers: list[CUDAGraphTimer] = []
-        self._outputs: Tensor | None = None  # [max_num_seqs, ...]
+        self._outputs: Tensor | None = None  # [rows of the largest step, ...]
 
     @property
     def is_captured(self) -> bool:
@@ -133,8 +144,7 @@ class DecodeGraphs:
 
     def _forward(self, padded: ModelInputs) -> Tensor:
         """`forward` with the tokens in place that the host did not know."""
-        latest = self.buffers.latest_tokens[padded.state_slots.long()]
-        return self.forward(replace(padded, token_ids=torch.where(padded.token_ids < 0, latest, padded.token_ids)))
+        return self.forward(self.buffers.slot_tokens.fill(padded))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -211,15 +221,24 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def step_times(
-        self, context_len: int, block_size: int, num_blocks: int, vocab_size: int, repeats: int = 5
+        self,
+        context_len: int,
+        block_size: int,
+        num_blocks: int,
+        vocab_size: int,
+        repeats: int = 5,
+        powers_only: bool = False,
     ) -> dict[int, float]:
         """Milliseconds of a decode step by batch size, medians of `repeats`, at sequences of `context_len` tokens.
 
-        Writes blocks 1 to num_blocks - 1 and slots 1 to max_num_seqs: call it while no sequence runs.
+        `powers_only`: of powers of two and of the largest size.
+        Writes blocks 1 to num_blocks - 1 and all slots: call it while no sequence runs.
         """
         times: dict[int, float] = {}
+        largest = max(shape.rows for shape in self.shapes)
         for shape in self.shapes:
-            if shape.rows not in times and shape.blocks * block_size >= context_len:
+            wanted = not powers_only or shape.rows == largest or shape.rows.bit_count() == 1
+            if wanted and shape.rows not in times and shape.blocks * block_size >= context_len:
                 self._write_context(self.inputs[shape], context_len, block_size, num_blocks)
                 # Different tokens, so that they choose different experts.
                 tokens = torch.arange(shape.rows, device=self.device) * 7919 % vocab_size
@@ -233,7 +252,7 @@ class DecodeGraphs:
         padded.token_ids.zero_()
         padded.positions.fill_(context_len - 1)
         padded.context_lens.fill_(context_len)
-        padded.state_slots.copy_(torch.arange(1, rows + 1))
+        padded.state_slots.copy_(torch.arange(rows) % (self.num_slots - 1) + 1)
         padded.block_tables.zero_()
         padded.block_tables[:, :used] = blocks.view(rows, used)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
@@ -26,11 +27,12 @@ from deepinfer.engine.checks import check_request
 from deepinfer.engine.chunking import image_spans
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.deadlines import Deadlines
+from deepinfer.engine.drafters import make_speculation
 from deepinfer.engine.model_inputs import build_model_inputs, decoder_start
 from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
-from deepinfer.engine.step import LaunchedStep, Runner, merged
+from deepinfer.engine.step import LaunchedStep, PlainSampling, Runner, StepTokens, merged
 from deepinfer.engine.swap import HostSwap
 from deepinfer.engine.voting import Lockstep
 from deepinfer.observability.observer import Observer
@@ -38,8 +40,10 @@ from deepinfer.observability.stats import StepStats
 from deepinfer.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.random import completion_seed
-from deepinfer.sampling.sampler import SamplerOutput, launch_sample
+from deepinfer.sampling.sampler import launch_sample
 from deepinfer.sampling.transfer import upload
+from deepinfer.speculation.drafter import Drafter
+from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.structured.compiler import GrammarCompiler
 from deepinfer.structured.matcher import Grammar
 
@@ -54,6 +58,7 @@ class Engine:
         config: sizes; max_model_len is cut to what the block cache holds.
         eos_token_ids: tokens that end a sequence unless ignore_eos.
         lockstep: this rank's side of a data-parallel group, whose engines call `step` equally often.
+        drafter: drafts tokens for speculation; None: what config.speculative_config asks for.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Engine:
         config: EngineConfig,
         eos_token_ids: Iterable[int] = (),
         lockstep: Lockstep | None = None,
+        drafter: Drafter | None = None,
     ):
         self.runner = runner
         self.config = config
@@ -80,12 +86,15 @@ class Engine:
         self.num_output_tokens = 0
         self.overlaps = config.overlaps_steps
         self._in_flight: LaunchedStep | None = None  # launched and not read
-        # The latest token of each state slot, on the device: a step may need it before the host has read it.
         self._graphs: DecodeGraphs | None = getattr(runner, "graphs", None)
-        if self._graphs is not None:
-            self._latest_tokens = self._graphs.buffers.latest_tokens
+        self.speculation = make_speculation(runner, config, self.max_model_len, drafter)
+        if self.speculation is not None:
+            self._slot_tokens = self.speculation.state
+            self.scheduler.draft_lengths = self.speculation.draft_lengths
+        elif self._graphs is not None:
+            self._slot_tokens = self._graphs.buffers.slot_tokens
         else:
-            self._latest_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=config.device)
+            self._slot_tokens = SlotTokens.allocate(config.max_num_seqs + 1, 0, config.device)
         self.outputs = NewOutputs()  # an owner that is done with outputs a step later may set a RequestOutputPool
         self._num_arrived = 0
         self._deadlines = Deadlines()
@@ -252,21 +261,24 @@ class Engine:
             sequences = batch.sampled
         try:
             with scope("inputs"):
-                inputs = build_model_inputs(batch, self.config, self._latest_tokens, self._graphs)
+                if self.speculation is not None and not batch.is_prefill:
+                    self.speculation.before_decode(batch)
+                inputs = build_model_inputs(batch, self.config, self._slot_tokens, self._graphs)
             start = time.monotonic()
             with scope("forward"):
                 logits = self.runner.run(inputs)
+            if self.speculation is not None and batch.is_prefill:
+                self.speculation.prefilled(batch, inputs)
         except Exception as error:
             return None, self._failed_step(batch.sequences, error)
         if batch.is_prefill:  # those with output were counted before they were preempted
             self.num_prompt_tokens += sum(s.num_prompt_tokens for s in sequences if s.num_output_tokens == 0)
-        token_slots = inputs.state_slots
-        if len(sequences) < len(batch.sequences):
-            slots = np.array([s.state_slot for s in sequences], np.int32)
-            token_slots = upload(slots, torch.device(self.config.device))
+        slots: np.ndarray | Tensor = inputs.state_slots
+        if self.speculation is not None or len(sequences) < len(batch.sequences):
+            slots = np.array([s.state_slot for s in sequences], np.int64)
         starts = np.array([seq.num_computed for seq in batch.sequences])
         self.scheduler.advance(batch)
-        return LaunchedStep(batch, sequences, token_slots, logits, starts, (start, time.monotonic())), []
+        return LaunchedStep(batch, sequences, slots, logits, starts, (start, time.monotonic())), []
 
     def _launch_sampling(self, step: LaunchedStep | None) -> tuple[LaunchedStep | None, list[RequestOutput]]:
         """Start drawing the step's tokens. Sequences that ended meanwhile keep their rows, which are never read."""
@@ -274,11 +286,22 @@ class Engine:
             return None, []
         try:
             with self.observer.timer.scope("sample"):
-                step.sampled = launch_sample(step.logits, step.sequences, self.eos_token_ids)
-                self._latest_tokens[step.token_slots.long()] = step.sampled.token_ids
+                if self.speculation is not None:
+                    step.sampled = self.speculation.launch(step, self.eos_token_ids)
+                else:
+                    step.sampled = self._launch_plain(step)
         except Exception as error:
             return None, self._failed_step(step.batch.sequences, error)
         return step, []
+
+    def _launch_plain(self, step: LaunchedStep) -> PlainSampling:
+        sampled = launch_sample(step.logits, step.sequences, self.eos_token_ids)
+        if step.sequences:  # else a chunk that ends no prompt
+            slots = step.slots
+            if isinstance(slots, np.ndarray):
+                slots = upload(slots, step.logits.device)
+            self._slot_tokens.tokens[slots.long(), 0] = sampled.token_ids
+        return PlainSampling(sampled)
 
     def _finish(self, step: LaunchedStep | None) -> list[RequestOutput]:
         """Wait for the tokens of a step and return its news."""
@@ -292,9 +315,11 @@ class Engine:
             return self._failed_step(step.batch.sequences, error)
         self._learn_cost(step)
         with scope("postprocess"):
-            outputs = self._postprocess(step.sequences, sampled)
+            num_before = self.num_output_tokens
+            outputs = self._postprocess(step, sampled)
         with scope("observe"):
-            self._observe(lambda: self.observer.after_step(self._step_stats(step)))
+            num_new = self.num_output_tokens - num_before
+            self._observe(lambda: self.observer.after_step(self._step_stats(step, sampled, num_new)))
         return outputs
 
     def _learn_cost(self, step: LaunchedStep) -> None:
@@ -321,7 +346,7 @@ class Engine:
             cuda_graph_bytes=0 if graphs is None else graphs.capture_bytes,
         )
 
-    def _step_stats(self, step: LaunchedStep) -> StepStats:
+    def _step_stats(self, step: LaunchedStep, sampled: StepTokens, num_new: int) -> StepStats:
         """What a step did."""
         now = self.stats()
         flops = None
@@ -330,12 +355,15 @@ class Engine:
             flops = float(self.observer.flops.step(step.starts, counts, len(step.sequences), keep_from).total)
         return StepStats(
             num_prompt_tokens=sum(step.batch.num_tokens) if step.batch.is_prefill else 0,
-            num_output_tokens=len(step.sequences),
+            num_output_tokens=num_new,
             num_running=now.num_running,
             num_waiting=now.num_waiting,
             cache_usage=1 - now.num_free_blocks / now.num_blocks,
             num_preemptions=now.num_preemptions,
             flops=flops,
+            drafts=None if self.speculation is None else sampled.num_rounds,
+            draft_tokens=None if self.speculation is None else sampled.num_drafts,
+            accepted_tokens=None if self.speculation is None else sampled.num_accepted,
             expert_counts=getattr(self.runner, "expert_counts", None),
         )
 
@@ -355,21 +383,30 @@ class Engine:
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now
 
-    def _postprocess(self, sequences: list[Sequence], sampled: SamplerOutput) -> list[RequestOutput]:
+    def _postprocess(self, step: LaunchedStep, sampled: StepTokens) -> list[RequestOutput]:
         """Append the new tokens, apply the stop conditions and collect the news per request."""
         now = time.monotonic()
         news: dict[str, RequestOutput] = {}
         make = self.outputs
         finished: list[Sequence] = []
-        invalid = [sequences[row] for row in sampled.invalid_rows if sequences[row].finish_reason is None]
-        for seq, token_id, logprob in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
+        sequences, num_expected = step.sequences, step.num_expected
+        invalid = [sequences[i] for i in sampled.invalid if sequences[i].finish_reason is None]
+        for i, (seq, token_ids, logprobs) in enumerate(
+            zip(sequences, sampled.token_ids, sampled.logprobs, strict=True)
+        ):
             if seq.finish_reason is not None or (invalid and seq in invalid):
-                continue  # it ended before this token was read, or has none
-            seq.append(token_id, self.eos_token_ids)
-            self.num_output_tokens += 1
+                continue  # it ended before these tokens were read, or has none
+            for count, token_id in enumerate(token_ids, 1):
+                seq.append(token_id, self.eos_token_ids)
+                if seq.finish_reason is not None and count < len(token_ids):  # what was accepted behind it is void
+                    token_ids, logprobs = token_ids[:count], None if logprobs is None else logprobs[:count]
+                    break
+            if num_expected is not None:
+                self.scheduler.settle(seq, num_expected[i], len(token_ids))
+            self.num_output_tokens += len(token_ids)
             if seq.metrics.first_token_time is None:
                 seq.metrics.first_token_time = now
-            completion = make.completion(seq.index, token_id, logprob, seq.finish_reason, seq.stop_reason)
+            completion = make.completion(seq.index, token_ids, logprobs, seq.finish_reason, seq.stop_reason)
             output = news.get(seq.request_id)
             if output is None:
                 prompt = self.requests[seq.request_id].prompt_token_ids

@@ -1,10 +1,10 @@
 """Builds the inputs of a forward step (deepinfer/models/inputs.py) from a scheduled batch."""
 
+from array import array
 from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.block_manager import NULL_BLOCK
@@ -14,20 +14,21 @@ from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.state_slots import NULL_SLOT
 from deepinfer.engine.step_buffers import upload
 from deepinfer.models.inputs import HostLengths, ModelInputs
+from deepinfer.speculation.slot_tokens import SlotTokens
 
-PENDING = -1  # stands for a token that the host does not know yet
+PENDING = -1  # stands for a token that the host does not know yet; -1 - j for the draft j behind it
 
 
 def build_model_inputs(
-    batch: ScheduledBatch, config: EngineConfig, latest_tokens: Tensor, graphs: DecodeGraphs | None = None
+    batch: ScheduledBatch, config: EngineConfig, slot_tokens: SlotTokens, graphs: DecodeGraphs | None = None
 ) -> ModelInputs:
     """Inputs for one step, on config.device, brought there by one copy.
 
     Args:
-        latest_tokens: int64 [slots], there: the token sampled last for each state slot, for those not read yet.
+        slot_tokens: tokens of each state slot that the host has not read yet.
         graphs: a decode step is written to where these read it, padded.
     """
-    return _prefill_inputs(batch, config) if batch.is_prefill else _decode_inputs(batch, config, latest_tokens, graphs)
+    return _prefill_inputs(batch, config) if batch.is_prefill else _decode_inputs(batch, config, slot_tokens, graphs)
 
 
 def _prefill_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
@@ -67,23 +68,23 @@ def _prefill_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
 
 
 def _decode_inputs(
-    batch: ScheduledBatch, config: EngineConfig, latest_tokens: Tensor, graphs: DecodeGraphs | None
+    batch: ScheduledBatch, config: EngineConfig, slot_tokens: SlotTokens, graphs: DecodeGraphs | None
 ) -> ModelInputs:
-    num_rows, num_blocks = len(batch.sequences), max(len(s.block_table) for s in batch.sequences)
+    num_rows, num_blocks = sum(batch.num_tokens), max(len(s.block_table) for s in batch.sequences)
+    write = _write_rows if slot_tokens.num_drafts else _write_decode_step
     if graphs is not None:
         shape = graphs.shape_of(num_rows, num_blocks)
-        _write_decode_step(batch, *graphs.buffers.host_arrays(shape))
+        write(batch, *graphs.buffers.host_arrays(shape))
         graphs.buffers.upload(shape)
         return graphs.rows(shape, num_rows)
     arrays = [np.empty(num_rows, dtype) for dtype in (np.int64, np.int64, np.int32, np.int32)]
     arrays.append(np.empty((num_rows, num_blocks), np.int32))
-    _write_decode_step(batch, *arrays)
+    write(batch, *arrays)
     token_ids, positions, context_lens, state_slots, block_tables, query_start, logits_rows = upload(
         [*arrays, np.arange(num_rows + 1, dtype=np.int32), np.arange(num_rows)], torch.device(config.device)
     )
-    if PENDING in arrays[0]:
-        token_ids = torch.where(token_ids < 0, latest_tokens[state_slots.long()], token_ids)
-    return ModelInputs(False, token_ids, positions, query_start, context_lens, block_tables, state_slots, logits_rows)
+    inputs = ModelInputs(False, token_ids, positions, query_start, context_lens, block_tables, state_slots, logits_rows)
+    return slot_tokens.fill(inputs) if PENDING in arrays[0] else inputs
 
 
 def _write_decode_step(
@@ -102,7 +103,28 @@ def _write_decode_step(
     token_ids[num_rows:] = positions[num_rows:] = 0
     state_slots[num_rows:] = NULL_SLOT
     np.add(positions, 1, out=context_lens, casting="same_kind")
-    _write_block_tables(batch, block_tables)
+    _write_block_tables([s.block_table for s in sequences], block_tables)
+
+
+def _write_rows(
+    batch: ScheduledBatch,
+    token_ids: np.ndarray,
+    positions: np.ndarray,
+    context_lens: np.ndarray,
+    state_slots: np.ndarray,
+    block_tables: np.ndarray,
+) -> None:
+    """The same with drafts: a row for each token; which ones and where they are, the device knows."""
+    sequences, counts = batch.sequences, np.array(batch.num_tokens)
+    num_rows, ends = int(counts.sum()), np.cumsum(counts)
+    token_ids[:num_rows] = PENDING - (np.arange(num_rows) - np.repeat(ends - counts, counts))
+    state_slots[:num_rows] = np.repeat(np.array([s.state_slot for s in sequences], np.int32), counts)
+    token_ids[num_rows:] = 0
+    state_slots[num_rows:] = NULL_SLOT
+    positions.fill(0)
+    context_lens.fill(1)
+    tables = [s.block_table for s, n in zip(sequences, batch.num_tokens, strict=True) for _ in range(n)]
+    _write_block_tables(tables, block_tables)
 
 
 def decoder_start(batch: ScheduledBatch, config: EngineConfig) -> np.ndarray | None:
@@ -124,13 +146,12 @@ def _chunks(batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
 def _block_tables(batch: ScheduledBatch) -> np.ndarray:
     """int32 [S, longest table], padded with the null block."""
     tables = np.empty((len(batch.sequences), max(len(s.block_table) for s in batch.sequences)), np.int32)
-    _write_block_tables(batch, tables)
+    _write_block_tables([s.block_table for s in batch.sequences], tables)
     return tables
 
 
-def _write_block_tables(batch: ScheduledBatch, target: np.ndarray) -> None:
-    """Tables int32 [at least S, at least the longest], without a copy a sequence, which would cost most of it."""
-    tables = [s.block_table for s in batch.sequences]
+def _write_block_tables(tables: list[array], target: np.ndarray) -> None:
+    """Tables int32 [at least as many, at least the longest], without a copy a row, which would cost most of it."""
     lengths = np.array([len(table) for table in tables])
     target.fill(NULL_BLOCK)
     used = np.arange(target.shape[1]) < lengths[:, None]

@@ -19,14 +19,13 @@ class NewOutputs:
     def completion(
         self,
         index: int,
-        token_id: int,
-        logprob: TokenLogprob | None,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob] | None,
         finish_reason: FinishReason | None,
         stop_reason: int | str | None,
     ) -> CompletionOutput:
-        """A completion with one new token."""
-        logprobs = None if logprob is None else [logprob]
-        return CompletionOutput(index, [token_id], logprobs, finish_reason, stop_reason)
+        """A completion with these new tokens."""
+        return CompletionOutput(index, token_ids, logprobs, finish_reason, stop_reason)
 
     def output(
         self, request_id: str, prompt_token_ids: list[int], completion: CompletionOutput, metrics: RequestMetrics
@@ -66,8 +65,8 @@ class RequestOutputPool(NewOutputs):
     def completion(
         self,
         index: int,
-        token_id: int,
-        logprob: TokenLogprob | None,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob] | None,
         finish_reason: FinishReason | None,
         stop_reason: int | str | None,
     ) -> CompletionOutput:
@@ -75,11 +74,10 @@ class RequestOutputPool(NewOutputs):
             completion = self._completions.pop()
             if self._debug:
                 revive(completion)
-            completion.index, completion.token_ids[:] = index, (token_id,)
-            completion.logprobs = None if logprob is None else [logprob]
+            completion.index, completion.token_ids, completion.logprobs = index, token_ids, logprobs
             completion.finish_reason, completion.stop_reason = finish_reason, stop_reason
         else:
-            completion = super().completion(index, token_id, logprob, finish_reason, stop_reason)
+            completion = super().completion(index, token_ids, logprobs, finish_reason, stop_reason)
         self._taken_completions.append(completion)
         return completion
 

@@ -15,16 +15,19 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.config.reading import read_model_config
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.decode_curve import DecodeCurve, curve_key, load_or_measure
-from deepinfer.engine.memory import check_caches_fit
+from deepinfer.engine.memory import check_caches_fit, default_cache_bytes
 from deepinfer.engine.step_buffers import StepShape
 from deepinfer.engine.swap import CacheRows
 from deepinfer.models.caches import CACHE_DTYPES
 from deepinfer.models.deepseek_v41 import DeepseekV41
+from deepinfer.models.draft_head import DraftHead
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.registry import Model, load_model
 from deepinfer.observability.expert_counts import ExpertCounts
 from deepinfer.observability.flops import FlopsEstimator
-from deepinfer.observability.timers import ScopeTime
+from deepinfer.observability.timers import CUDATimer, ScopeTime
+from deepinfer.speculation.limits import num_drafts
+from deepinfer.speculation.slot_tokens import SlotTokens
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +43,11 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
     return torch.bfloat16 if torch.device(config.device).type == "cuda" else torch.float32
 
 
-def check_truncation(model: Model, config: EngineConfig) -> None:
+def check_truncation(model: Model, config: EngineConfig, backtracking: int = 0) -> None:
     """Raise ValueError if YoCo truncation is asked of a model without it, or keeps too little to decode from.
 
-    A decode step reads a window that ends up to max_backtracking_tokens before the end of the prompt.
+    A decode step reads a window that ends up to `backtracking` tokens, or what the model needs, before the end of the
+    prompt.
     """
     mode, keep = config.yoco_prefill_truncation_mode, config.yoco_prefill_keep_tokens
     if mode == "off":
@@ -51,7 +55,7 @@ def check_truncation(model: Model, config: EngineConfig) -> None:
     if model.yoco_window is None:
         raise ValueError(f"yoco_prefill_truncation_mode must be off for this model, got {mode!r}")
     window, needed = model.yoco_window
-    backtracking = max(needed, config.max_backtracking_tokens or 0)
+    backtracking = max(needed, backtracking)
     if keep is None or keep < window + backtracking:
         raise ValueError(
             f"yoco_prefill_keep_tokens must be at least {window + backtracking} (sliding_window {window} + "
@@ -72,10 +76,15 @@ class ModelRunner:
     """
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
-        check_truncation(model, config)
         self.model = model
+        self.draft_head: DraftHead | None = getattr(model, "draft_head", None)
+        self.num_drafts = num_drafts(config, model)
+        backtracking = max(config.max_backtracking_tokens or 0, self.num_drafts + 1 if self.num_drafts else 0)
+        check_truncation(model, config, backtracking)
         self.flops = FlopsEstimator(model.config) if isinstance(model, DeepseekV41) else None
         self._expert_counts = ExpertCounts()
+        on_gpu = torch.device(config.device).type == "cuda"
+        self._step_timer = CUDATimer(enabled=on_gpu and envs.get("DEEPINFER_TIMERS"))  # of steps that are not replayed
         self._chosen_experts: dict[StepShape, list[Tensor]] = {}  # a replay writes them where its capture did
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_position_embeddings
@@ -86,15 +95,15 @@ class ModelRunner:
         check_max_model_len(config, self.max_model_len)
         longest = config.max_model_len or self.max_model_len
         block_bytes = model.block_bytes(config.block_size, cache_dtype)
-        self.num_blocks = config.resolve_num_blocks(block_bytes, longest)
-        slot_bytes = model.slot_bytes(cache_dtype, config.max_backtracking_tokens or 0)
+        slot_bytes = model.slot_bytes(cache_dtype, backtracking)
+        self.num_blocks = config.resolve_num_blocks(block_bytes, longest, default_cache_bytes(config, slot_bytes))
         check_caches_fit(config, self.num_blocks, block_bytes, slot_bytes)
         self.caches = model.allocate_caches(
             self.num_blocks,
             config.block_size,
             config.max_num_seqs + 1,
             cache_dtype,
-            config.max_backtracking_tokens or 0,
+            backtracking,
         )
         self.config = config
         self.max_context_len = min(longest, (self.num_blocks - 1) * config.block_size)
@@ -107,7 +116,10 @@ class ModelRunner:
     def from_checkpoint(cls, path: str | Path, config: EngineConfig) -> ModelRunner:
         """Load the checkpoint folder at `path`. Raises ValueError naming what is wrong with it."""
         check_max_model_len(config, read_model_config(path).max_position_embeddings)  # before minutes of loading
-        return cls(load_model(path, compute_dtype(config), config.device, config.quantize_activations), config)
+        speculative = config.speculative_config
+        with_head = speculative is not None and speculative.method == "dspark"
+        model = load_model(path, compute_dtype(config), config.device, config.quantize_activations, with_head)
+        return cls(model, config)
 
     def _captured_graphs(self) -> DecodeGraphs | None:
         """Padded decode steps, captured where they can be, as the configuration asks for them.
@@ -143,6 +155,7 @@ class ModelRunner:
             -(-self.max_context_len // config.block_size),
             config.device,
             self._set_mark if envs.get("DEEPINFER_TIMERS") else None,
+            SlotTokens.allocate(config.max_num_seqs + 1, self.num_drafts, config.device),
         )
 
     def decode_curve(self) -> DecodeCurve:
@@ -159,23 +172,36 @@ class ModelRunner:
                 "max_blocks": graphs.shapes[-1].blocks,
                 "captured": graphs.is_captured,
                 "timed": graphs.is_timed,
+                "num_drafts": self.num_drafts,
             }
             sizes = (context_len, self.config.block_size, self.num_blocks, self.vocab_size)
-            self._decode_curve = load_or_measure(key, lambda: graphs.step_times(*sizes))
+            quick = not graphs.is_captured  # such a step may take long
+            self._decode_curve = load_or_measure(
+                key, lambda: graphs.step_times(*sizes, repeats=3 if quick else 5, powers_only=quick)
+            )
         return self._decode_curve
 
     def part_times(self) -> dict[str, ScopeTime]:
-        """Device times of the parts of replayed decode steps, where DEEPINFER_TIMERS is on; never waits."""
-        if self.graphs is None:
-            return {}
-        return {f"decode {name}": time for name, time in self.graphs.read_part_times().summary().items()}
+        """Device times of prefill steps and of the parts of replayed decode steps, where DEEPINFER_TIMERS is on.
+
+        Never waits.
+        """
+        times = self._step_timer.summary()
+        if self.graphs is not None:
+            parts = self.graphs.read_part_times().summary()
+            times |= {f"decode {name}": time for name, time in parts.items()}
+        return times
 
     def _set_mark(self, mark: Callable[[str], None] | None) -> None:
         self.model.mark = mark
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        """Logits float32 [R, vocab_size] of inputs.logits_rows, eagerly."""
-        return self.model.forward(inputs, self.caches).float()
+        """Logits float32 [R, vocab_size] of inputs.logits_rows, eagerly; the draft head sees what it needs."""
+        logits = self.model.forward(inputs, self.caches).float()
+        if self.draft_head is not None:
+            assert isinstance(self.model, DeepseekV41) and self.model.taps is not None
+            self.draft_head.store(self.model.taps, self.caches)
+        return logits
 
     def cache_rows(self) -> CacheRows:
         """The caches as rows of bytes."""
@@ -184,7 +210,8 @@ class ModelRunner:
     def run(self, inputs: ModelInputs) -> Tensor:
         """The same, through a graph where there is one for the step."""
         if inputs.is_prefill or self.graphs is None:
-            logits, chosen = self.forward(inputs), self.model.chosen_experts
+            with self._step_timer.scope("prefill" if inputs.is_prefill else "decode"):
+                logits, chosen = self.forward(inputs), self.model.chosen_experts
         else:
             logits = self.graphs.run(inputs)
             chosen = self._chosen_experts[self.graphs.shape_of(*inputs.block_tables.shape)]

@@ -14,9 +14,9 @@ sequence that turns out to have ended is in that next step for nothing; one that
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.block_manager import AllocStatus, BlockManager
@@ -33,11 +33,12 @@ PREFILLS_IN_TURN = {"normal": 1, "decode": 1, "completion": 4}
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """Sequences of one step; sequence i contributes tokens [num_computed, num_computed + num_tokens[i])."""
+    """Sequences of one step; sequence i contributes num_tokens[i] tokens, those from num_computed on if it prefills."""
 
     sequences: list[Sequence]
     num_tokens: list[int]
     is_prefill: bool
+    has_drafts: bool = False  # a decode step: a sequence's tokens are its last one and drafts
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -74,6 +75,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.handed_over: list[Sequence] = []  # taken from a prefill engine, cache held until it is copied
         self.num_preemptions = 0
+        # How many drafts of each sequence a decode step verifies; None: there are none.
+        self.draft_lengths: Callable[[list[Sequence]], list[int]] | None = None
         self._prefills_in_turn = PREFILLS_IN_TURN.get(config.kind)  # None: this engine does not decode
         self._prefills_in_a_row = 0
 
@@ -114,9 +117,23 @@ class Scheduler:
             seq.num_pending += 1
         for seq, num_tokens in zip(batch.sequences, batch.num_tokens, strict=True):
             seq.num_computed += num_tokens
+            if batch.has_drafts:
+                seq.num_pending += num_tokens - 1
         if batch.is_prefill:
             self.prompted += [s for s in batch.sequences if s.num_pending]
             self.prefilling = [s for s in self.prefilling if not s.num_pending]
+
+    def settle(self, seq: Sequence, num_expected: int, num_appended: int) -> None:
+        """A step with drafts is read: of the tokens that it could have brought only these came.
+
+        Blocks that were taken for the others stay with the sequence, which is about to need them.
+        """
+        shortfall = num_expected - num_appended
+        seq.num_pending -= shortfall
+        if seq.num_computed:  # else its cache is gone
+            seq.num_computed -= shortfall
+            if self.swap is not None:
+                self.swap.trim(seq)
 
     def remove(self, sequences: list[Sequence]) -> None:
         """Take finished, failed or aborted sequences out of every queue and free what they hold."""
@@ -235,19 +252,42 @@ class Scheduler:
         self.blocks.extend(seq.block_table, len(seq))
 
     def _schedule_decode(self) -> ScheduledBatch | None:
-        """One token for every prompted and running sequence, after preempting until their new blocks fit."""
+        """A token for every prompted and running sequence, and drafts, after preempting until their new blocks fit.
+
+        Drafts never preempt anybody: if their blocks do not fit, there are none in this step.
+        """
         self.running += self.prompted
         self.prompted = []
+        decoding = [s for s in self.running if not s.is_full]
+        drafts = self._drafts_that_fit(decoding)
+        if drafts is not None:
+            for seq, count in zip(decoding, drafts, strict=True):
+                self.blocks.extend(seq.block_table, seq.num_tokens + count)
+            return ScheduledBatch(decoding, [1 + count for count in drafts], is_prefill=False, has_drafts=True)
         block_size = self.blocks.block_size
-        growing = [s for s in self.running if len(s.block_table) * block_size < s.num_tokens and not s.is_full]
-        while len(growing) > self.blocks.num_free:
+        growing = [s for s in decoding if len(s.block_table) * block_size < s.num_tokens]
+        while self._missing_blocks(growing) > self.blocks.num_free:
             victim = victim_of(chain(self.running, self.prefilling))
             self._preempt(victim)
             growing = [s for s in growing if s is not victim]
         for seq in growing:
             self.blocks.extend(seq.block_table, seq.num_tokens)
-        decoding = [s for s in self.running if not s.is_full]
+        decoding = [s for s in decoding if s.state_slot != NULL_SLOT]
         return ScheduledBatch(decoding, [1] * len(decoding), is_prefill=False) if decoding else None
+
+    def _drafts_that_fit(self, decoding: list[Sequence]) -> list[int] | None:
+        """How many drafts of each of these sequences are verified; None: no sequence has any."""
+        if self.draft_lengths is None or not decoding:
+            return None
+        drafts = self.draft_lengths(decoding)
+        if not any(drafts):
+            return None
+        return drafts if self._missing_blocks(decoding, drafts) <= self.blocks.num_free else None
+
+    def _missing_blocks(self, sequences: list[Sequence], more: Iterable[int] = repeat(0)) -> int:
+        """Blocks that the sequences lack for their tokens and so many more."""
+        needed = (self.blocks.blocks_for(s.num_tokens + n) for s, n in zip(sequences, more, strict=False))
+        return sum(max(n - len(s.block_table), 0) for s, n in zip(sequences, needed, strict=True))
 
     def _preempt(self, victim: Sequence) -> None:
         """Send a sequence back to its place in the waiting queue, its cache to the host or away."""
@@ -256,6 +296,7 @@ class Scheduler:
         if self.swap is None or not self.swap.swap_out(victim):
             victim.num_computed = 0
         self._release(victim)
+        victim.has_drafts = False  # they are where its slot was
         victim.metrics.num_preemptions += 1
         self.num_preemptions += 1
         insort(self.waiting, victim, key=lambda s: s.order)

@@ -18,8 +18,11 @@ class Sequence:
 
     `token_ids` (int64) and `block_table` (int32) are arrays, not lists: batches copy them without boxing.
     The cache holds the first `num_computed` tokens; the last token of a decoding sequence is not in it yet.
-    `num_pending` tokens (0 or 1) were sampled on the device after those in `token_ids` and have not been read yet;
-    counts that matter to the next step (`num_tokens`) include them.
+    `num_pending` tokens at most were sampled on the device after those in `token_ids` and have not been read yet: one a
+    step, and with speculation as many more as drafts may have been accepted. Counts that matter to the next step
+    (`num_tokens`, `num_computed`) include them; `Scheduler.settle` takes back what did not come.
+    Speculation: the device has drafts for the next step if `has_drafts`; the host has read `next_drafts` and what the
+    drafter says of them, of the latest step that it has read.
     While it is swapped out, `host_blocks` (int32) are the rows of the host pool that hold its cache (swap.py).
     `constraint` is the grammar that the output obeys.
     `order` is its place in the waiting queue (order.py); `image_spans` are the prompt's images, which no chunk cuts.
@@ -28,7 +31,7 @@ class Sequence:
     __slots__ = (
         "request_id", "index", "arrival", "order", "params", "seed", "metrics", "num_prompt_tokens", "max_num_tokens",
         "token_ids", "image_spans", "block_table", "host_blocks", "state_slot", "num_computed", "num_pending",
-        "finish_reason", "stop_reason", "constraint",
+        "finish_reason", "stop_reason", "constraint", "has_drafts", "next_drafts", "draft_scores",
     )  # fmt: skip
 
     drafts: SequenceOf[int] = ()  # those that a step verifies have rows of their own
@@ -69,6 +72,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.constraint = constraint
+        self.has_drafts = False
+        self.next_drafts: list[int] = []
+        self.draft_scores: list[float] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -84,7 +90,7 @@ class Sequence:
     @property
     def is_full(self) -> bool:
         """Whether the pending tokens bring it to its length limit, whatever they are."""
-        return self.num_tokens >= self.max_num_tokens
+        return len(self.token_ids) + (self.num_pending > 0) >= self.max_num_tokens
 
     def append(self, token_id: int, eos_token_ids: Collection[int]) -> None:
         """Add a generated token, which was pending, and set finish_reason if it ends the sequence."""

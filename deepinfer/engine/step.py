@@ -12,7 +12,7 @@ from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.swap import CacheRows
 from deepinfer.models.inputs import ModelInputs
-from deepinfer.outputs import RequestOutput
+from deepinfer.outputs import RequestOutput, TokenLogprob
 from deepinfer.sampling.sampler import LaunchedSample
 
 
@@ -39,16 +39,54 @@ class Runner(Protocol):
 
 
 @dataclass(slots=True)
+class StepTokens:
+    """What a step brought, an entry a sequence. `invalid`: sequences whose tokens mean nothing."""
+
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprob] | None]
+    invalid: list[int]
+    num_rounds: int = 0  # sequences with drafts
+    num_drafts: int = 0  # drafts verified
+    num_accepted: int = 0  # of them accepted
+
+
+class Sampling(Protocol):
+    """Tokens that the device is choosing."""
+
+    def read(self) -> StepTokens:
+        """Waits for them."""
+        ...
+
+
+@dataclass(slots=True)
+class PlainSampling:
+    """One token a sequence."""
+
+    sampled: LaunchedSample
+
+    def read(self) -> StepTokens:
+        got = self.sampled.read()
+        logprobs = [None if each is None else [each] for each in got.logprobs]
+        return StepTokens([[token_id] for token_id in got.token_ids], logprobs, got.invalid_rows)
+
+
+@dataclass(slots=True)
 class LaunchedStep:
-    """A step on its way. `sequences` get a token each, row by row of `logits`; `token_slots` are their state slots."""
+    """A step on its way. `sequences` get tokens, row by row of `logits`, and have the state slots `slots`: on the host
+    (int64) for speculation, else on the device."""
 
     batch: ScheduledBatch
     sequences: list[Sequence]
-    token_slots: Tensor
+    slots: np.ndarray | Tensor
     logits: Tensor
     starts: np.ndarray  # int64 [S], tokens of each sequence that were in the cache before
     launch_time: tuple[float, float]  # before and after the launch of the model, seconds
-    sampled: LaunchedSample | None = None  # once sampling is launched
+    sampled: Sampling | None = None  # once sampling is launched
+
+    @property
+    def num_expected(self) -> list[int] | None:
+        """Most tokens that each sequence may get; None: one each."""
+        return None if self.batch.is_prefill or not self.batch.has_drafts else self.batch.num_tokens
 
 
 def merged(outputs: list[RequestOutput]) -> list[RequestOutput]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.models.inputs import ModelInputs
+from deepinfer.speculation.slot_tokens import SlotTokens
 
 ALIGNMENT = 16  # bytes; kernels may load vectors
 
@@ -82,13 +83,13 @@ class StepShape:
 class StepBuffers:
     """One buffer for every shape up to `largest`; `inputs(shape)` are views of it.
 
-    `latest_tokens`, int64 [rows + 1]: the token sampled last for each state slot. A token id below 0 in the buffer
-    stands for that one: the host does not know it yet.
+    A token id below 0 in the buffer stands for one of `slot_tokens`: the host does not know it yet. They are made for
+    steps of one row a sequence unless they are given.
     """
 
-    def __init__(self, largest: StepShape, device: torch.device | str) -> None:
+    def __init__(self, largest: StepShape, device: torch.device | str, slot_tokens: SlotTokens | None = None) -> None:
         self.storage = torch.zeros(largest.num_bytes(), dtype=torch.uint8, device=device)
-        self.latest_tokens = torch.zeros(largest.rows + 1, dtype=torch.int64, device=device)
+        self.slot_tokens = slot_tokens or SlotTokens.allocate(largest.rows + 1, 0, device)
         on_gpu = self.storage.is_cuda
         self._host = [torch.zeros_like(self.storage, device="cpu", pin_memory=on_gpu) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []

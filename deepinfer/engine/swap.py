@@ -132,6 +132,13 @@ class HostSwap:
         _scatter(state, self.rows.slots, [seq.state_slot])
         self.drop(seq)
 
+    def trim(self, seq: TokenSequence) -> None:
+        """Free the host rows of blocks that turned out to hold nothing but drafts that were not accepted."""
+        first, behind = self._num_blocks(seq), len(seq.host_blocks) - self.rows_of_state
+        if seq.host_blocks and first < behind:
+            self.blocks.free(seq.host_blocks[first:behind])
+            del seq.host_blocks[first:behind]
+
     def drop(self, seq: TokenSequence) -> None:
         """Free the host rows of a sequence; later copies into them come after those out of them in stream order."""
         self.blocks.release(seq.host_blocks)

@@ -42,6 +42,8 @@ class LayerV4:
 class DeepseekV4:
     """The text model. `forward` reads and writes the caches that `allocate_caches` makes."""
 
+    verifies_drafts = False  # its windows and carries have no room for tokens that are taken back
+
     def __init__(self, config: ModelConfigV4, weights: dict[str, Tensor]) -> None:
         """Take over `weights` of models/deepseek_v4_weights.py (emptied on return: the model holds the only copy).
 

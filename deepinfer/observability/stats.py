@@ -71,6 +71,7 @@ class StepStats:
     prefix_hits: int | None = None  # of them found
     drafts: int | None = None  # speculation rounds in this step
     accepted_tokens: int | None = None  # draft tokens accepted in them
+    draft_tokens: int | None = None  # draft tokens verified in them
     expert_counts: np.ndarray | None = None  # int [layers, experts], tokens of each expert in this step
 
 
@@ -138,6 +139,7 @@ class StatsLogger:
         if step.drafts is not None and step.accepted_tokens is not None:
             self._add("drafts", step.drafts, now)
             self._add("accepted", step.accepted_tokens, now)
+            self._add("draft_tokens", step.draft_tokens or 0, now)
         if step.expert_counts is not None:
             self._add("moe_balance", moe_balance(step.expert_counts), now)
             self.experts.add(step.expert_counts)

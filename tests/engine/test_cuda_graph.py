@@ -21,6 +21,7 @@ from deepinfer.engine.step_buffers import StepBuffers, StepShape, packed_views, 
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.outputs import RequestMetrics
 from deepinfer.params import SamplingParams
+from deepinfer.speculation.slot_tokens import SlotTokens
 from tests.engine.test_engine_matches_reference import Arrival, model, run, workloads
 
 
@@ -140,13 +141,13 @@ def test_a_decode_batch_is_written_where_the_graph_reads_it(lengths: list[int], 
         seq.block_table.extend(range(10 * number + 1, 10 * number + 1 + -(-seq.num_tokens // 2)))
         sequences.append(seq)
     batch = ScheduledBatch(sequences, [1] * len(sequences), is_prefill=False)
-    latest = torch.arange(17) * 100
+    latest = SlotTokens(torch.arange(17).unsqueeze(1) * 100, torch.ones(17, dtype=torch.int64))
     graphs = graphs_over(lambda inputs: inputs.token_ids, max_blocks=40)
     graphs.buffers.storage.fill_(0x55)
-    graphs.buffers.latest_tokens.copy_(latest)
+    graphs.buffers.slot_tokens.tokens.copy_(latest.tokens)
     alone = build_model_inputs(batch, config, latest)
     stable = build_model_inputs(batch, config, latest, graphs)
-    expected = [latest[s.state_slot].item() if s.num_pending else s.token_ids[-1] for s in sequences]
+    expected = [latest.tokens[s.state_slot, 0].item() if s.num_pending else s.token_ids[-1] for s in sequences]
     assert alone.token_ids.tolist() == expected
     assert alone.context_lens.tolist() == [s.num_tokens for s in sequences]
     pending = [-1 if s.num_pending else s.token_ids[-1] for s in sequences]

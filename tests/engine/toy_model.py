@@ -7,9 +7,12 @@ so a wrong block, slot, position or reset changes the tokens.
 import numpy as np
 import torch
 
+from deepinfer.engine.cuda_graph import DecodeGraphs
+from deepinfer.engine.step_buffers import first_rows
 from deepinfer.engine.swap import CacheRows, as_bytes
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.params import SamplingParams
+from deepinfer.speculation.slot_tokens import SlotTokens
 
 VOCAB_SIZE = 61
 MAX_POSITIONS = 4096
@@ -31,7 +34,11 @@ def weighted_sum(token_ids: np.ndarray, coef: np.ndarray) -> int:
 
 
 class ToyRunner:
-    """Implements deepinfer.engine.step.Runner."""
+    """Implements deepinfer.engine.step.Runner.
+
+    The running sum of position p lies at p % room: with `room` - 1 drafts in a step, not one entry is to spare.
+    `padded`: decode steps run in padded shapes, as they would in CUDA graphs.
+    """
 
     def __init__(
         self,
@@ -40,19 +47,36 @@ class ToyRunner:
         num_slots: int,
         max_model_len: int = 2048,
         vocab_size: int = VOCAB_SIZE,
+        room: int = 1,
+        padded: bool = False,
     ):
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
         self.vocab_size = vocab_size
         self.cache = np.full(num_blocks * block_size, -1)
-        self.state = np.full(num_slots + 1, -1)
+        self.state = np.full((num_slots + 1, room), -1)
         self.steps: list[tuple[bool, int]] = []
         self.poison: int | None = None  # a step that sees this token fails
+        self.graphs: DecodeGraphs | None = None
+        if padded:
+            slot_tokens = SlotTokens.allocate(num_slots + 1, room - 1, "cpu")
+            self.graphs = DecodeGraphs(self.forward_padded, num_slots, 4, num_blocks, "cpu", slot_tokens=slot_tokens)
 
     def cache_rows(self) -> CacheRows:
         blocks, slots = torch.from_numpy(self.cache), torch.from_numpy(self.state)
-        return CacheRows(as_bytes([blocks.view(self.num_blocks, -1)]), as_bytes([slots.view(-1, 1)]))
+        return CacheRows(as_bytes([blocks.view(self.num_blocks, -1)]), as_bytes([slots]))
 
     def run(self, inputs: ModelInputs) -> torch.Tensor:
+        if self.graphs is not None and not inputs.is_prefill:
+            return self.graphs.run(inputs)
+        return self.forward(inputs)
+
+    def forward_padded(self, inputs: ModelInputs) -> torch.Tensor:
+        num_rows = int((inputs.state_slots > 0).sum())
+        logits = torch.full((len(inputs.token_ids), self.vocab_size), torch.nan)
+        logits[:num_rows] = self.forward(first_rows(inputs, num_rows))
+        return logits
+
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
         check_contract(inputs)
         token_ids, positions = inputs.token_ids.numpy(), inputs.positions.numpy()
         if self.poison is not None and self.poison in token_ids:
@@ -66,19 +90,20 @@ class ToyRunner:
         assert len(set(slots)) == len(slots), "two tokens share a physical slot"
         self.cache[slots] = token_ids
         last_row_logits = {}
-        starts = inputs.query_start.tolist()
+        starts, room = inputs.query_start.tolist(), self.state.shape[1]
         for i, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
             chunk, at = token_ids[begin:end], positions[begin:end]
             slot = int(inputs.state_slots[i])
-            base = 0 if at[0] == 0 else self.state[slot]
+            base = 0 if at[0] == 0 else self.state[slot, (at[0] - 1) % room]
             with np.errstate(over="ignore"):
-                self.state[slot] = base + weighted_sum(chunk, STATE_COEF[at])
+                sums = base + ((chunk + 1) * STATE_COEF[at]).cumsum()  # int64 arithmetic wraps around
+            self.state[slot, at[-room:] % room] = sums[-room:]
             context = int(inputs.context_lens[i])
             where = np.arange(context)
             table = inputs.block_tables[i].numpy()
             history = self.cache[table[where // self.block_size] * self.block_size + where % self.block_size]
             last_row_logits[end - 1] = logits_of(
-                weighted_sum(history, CACHE_COEF[:context]), int(self.state[slot]), self.vocab_size
+                weighted_sum(history, CACHE_COEF[:context]), int(sums[-1]), self.vocab_size
             )
         rows = [last_row_logits[row] for row in inputs.logits_rows.tolist()]
         return torch.from_numpy(np.array(rows, np.float32).reshape(len(rows), self.vocab_size))
@@ -88,12 +113,22 @@ def check_contract(inputs: ModelInputs) -> None:
     int64 = (inputs.token_ids, inputs.positions, inputs.logits_rows)
     int32 = (inputs.query_start, inputs.context_lens, inputs.block_tables, inputs.state_slots)
     assert all(t.dtype == torch.int64 for t in int64) and all(t.dtype == torch.int32 for t in int32)
-    slots = inputs.state_slots.tolist()
-    assert min(slots) > 0 and len(set(slots)) == len(slots)
+    slots, positions = inputs.state_slots.tolist(), inputs.positions.tolist()
+    assert min(slots) > 0 and min(inputs.token_ids.tolist()) >= 0
     assert inputs.query_start[0] == 0 and inputs.query_start[-1] == len(inputs.token_ids) == len(inputs.positions)
     assert len(inputs.block_tables) == len(slots) == len(inputs.context_lens) == len(inputs.query_start) - 1
-    if not inputs.is_prefill:
-        assert len(inputs.token_ids) == len(slots) == len(inputs.logits_rows)
+    if inputs.is_prefill:
+        assert len(set(slots)) == len(slots)
+        return
+    assert len(inputs.token_ids) == len(slots) == len(inputs.logits_rows)
+    assert [position + 1 for position in positions] == inputs.context_lens.tolist()
+    seen: set[int] = set()
+    for row, slot in enumerate(slots):  # rows of a sequence lie side by side, at consecutive positions
+        if row and slots[row - 1] == slot:
+            assert positions[row] == positions[row - 1] + 1
+        else:
+            assert slot not in seen
+        seen.add(slot)
 
 
 def full_logits(token_ids: list[int]) -> np.ndarray:

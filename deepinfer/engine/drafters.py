@@ -1,0 +1,67 @@
+"""Which drafter an engine's settings ask for, and what is put together around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.decode_curve import DecodeCurve
+from deepinfer.engine.runner import ModelRunner
+from deepinfer.engine.step import Runner
+from deepinfer.engine.verification import Speculation
+from deepinfer.models.deepseek_v41 import DeepseekV41
+from deepinfer.speculation.drafter import Drafter
+from deepinfer.speculation.head import HeadDrafter
+from deepinfer.speculation.limits import num_drafts
+from deepinfer.speculation.ngram import NgramDrafter
+from deepinfer.speculation.slot_tokens import SlotTokens
+
+
+def make_drafter(runner: Runner, config: EngineConfig, max_model_len: int) -> Drafter | None:
+    """The drafter of config.speculative_config."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return None
+    if isinstance(runner, ModelRunner):
+        count = runner.num_drafts
+        if speculative.method == "dspark":
+            assert isinstance(runner.model, DeepseekV41) and runner.model.draft_head is not None
+            return HeadDrafter(runner.model.draft_head, runner.caches, count)
+    elif speculative.method == "dspark":
+        raise ValueError("speculative method must not be dspark: this runner has no draft head")
+    else:
+        count = num_drafts(config)
+    return NgramDrafter(speculative, count, config.max_num_seqs + 1, max_model_len, config.device)
+
+
+def make_speculation(
+    runner: Runner, config: EngineConfig, max_model_len: int, drafter: Drafter | None = None
+) -> Speculation | None:
+    """What an engine needs for its drafter, by default that of the configuration; None without one."""
+    drafter = drafter or make_drafter(runner, config, max_model_len)
+    if drafter is None:
+        return None
+    graphs = getattr(runner, "graphs", None)
+    if graphs is not None:
+        state = graphs.buffers.slot_tokens
+    else:
+        state = SlotTokens.allocate(config.max_num_seqs + 1, drafter.num_drafts, config.device)
+    variable = config.speculative_config is None or config.speculative_config.variable_length
+    step_ms = None
+    measure: Callable[[], DecodeCurve] | None = getattr(runner, "decode_curve", None)
+    if variable and measure is not None:
+        most = config.max_num_seqs * (1 + drafter.num_drafts)
+        sizes = sorted({shape.rows for shape in graphs.shapes}) if graphs is not None else None
+        step_ms = times_by_rows(measure(), most + 1, sizes)
+    return Speculation(drafter, state, step_ms, variable)
+
+
+def times_by_rows(curve: DecodeCurve, most: int, sizes: list[int] | None = None) -> np.ndarray:
+    """Milliseconds [most + 1] of decode steps of 0 to `most` rows; `sizes`: those that steps are padded to."""
+    rows = np.arange(most + 1)
+    if sizes:
+        padded = np.append(np.array(sizes), rows[-1])
+        rows = np.maximum(padded[np.searchsorted(np.array(sizes), rows)], rows)
+    return np.array([curve.step_ms(int(count)) for count in rows])

@@ -1,0 +1,204 @@
+"""Verification: what a step with drafts asks the sampler, and what the engine learns from it (spec: model, section 8).
+
+A sequence has a row for its last token and one for each draft after it. The target's own token is drawn at every row,
+with the seed, the counter and the edits that it would have if the drafts before it were output; it is the output as far
+as the drafts agree. So the tokens are those of decoding one by one, at every temperature.
+
+Everything is launched before the host knows the tokens: how far a sequence has come, its latest token and its next
+drafts stay on the device (speculation/slot_tokens.py). The host plans with the longest that each sequence may be.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepinfer.engine.scheduler import ScheduledBatch
+from deepinfer.engine.sequence import Sequence as TokenSequence
+from deepinfer.engine.step import LaunchedStep, StepTokens
+from deepinfer.kernels import ops
+from deepinfer.kernels.reference.speculation import NO_DRAFT
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.params import SamplingParams
+from deepinfer.sampling.sampler import LaunchedSample, launch_sample
+from deepinfer.sampling.transfer import Download, upload
+from deepinfer.sampling.types import SampledSequence
+from deepinfer.speculation.draft_lengths import draft_lengths
+from deepinfer.speculation.drafter import Drafter, Round
+from deepinfer.speculation.slot_tokens import SlotTokens
+from deepinfer.structured.matcher import Matcher
+
+PAUSE_AFTER = 8  # decode steps in a row in which no draft paid: then none are made
+PAUSE_STEPS = 32  # for so many steps
+
+
+@dataclass(slots=True)
+class DraftRow:
+    """A row of a sequence as the sampler sees it (SampledSequence): its tokens and the drafts in front of the row."""
+
+    params: SamplingParams
+    seed: int
+    token_ids: array
+    num_prompt_tokens: int
+    num_output_tokens: int
+    constraint: Matcher | None
+    drafts: Sequence[int]
+
+
+def verification_rows(sequences: Sequence[TokenSequence], num_drafts: Sequence[int]) -> list[SampledSequence]:
+    """One entry a row of logits: each sequence and then its drafts."""
+    rows: list[SampledSequence] = []
+    for seq, count in zip(sequences, num_drafts, strict=True):
+        if count == 0:
+            rows.append(seq)
+            continue
+        params, drafts, tokens = seq.params, seq.next_drafts[:count], seq.token_ids
+        constraint = seq.constraint if seq.finish_reason is None else None
+        for j in range(count + 1):
+            if j and params.edits_logits and j <= len(drafts):
+                tokens = tokens[:]
+                tokens.append(drafts[j - 1])
+            first = (constraint, drafts) if j == 0 else (None, ())
+            rows.append(DraftRow(params, seq.seed, tokens, seq.num_prompt_tokens, seq.num_output_tokens + j, *first))
+    return rows
+
+
+@dataclass(slots=True)
+class LaunchedRound:
+    """A step whose tokens are being drawn and compared with its drafts."""
+
+    sequences: list[TokenSequence]
+    num_drafts: list[int]
+    first_rows: np.ndarray
+    sampled: LaunchedSample
+    verified: Download | None  # accepted [S], then the next drafts [S, K] and their scores; None: no sequences
+    drafter: Drafter
+
+    def read(self) -> StepTokens:
+        """Wait for the tokens. Drafts and scores go to the sequences, what became of the old ones to the drafter."""
+        sampled = self.sampled.read()
+        if self.verified is None:
+            return StepTokens([], [], [])
+        accepted, *drafts = (tensor.tolist() for tensor in self.verified.read())
+        new_drafts, scores = drafts if drafts else (None, None)
+        result = StepTokens([], [], [])
+        invalid = set(sampled.invalid_rows)
+        for i, (seq, first, count) in enumerate(zip(self.sequences, self.first_rows.tolist(), accepted, strict=True)):
+            rows = slice(first, first + count + 1)
+            result.token_ids.append(sampled.token_ids[rows])
+            logprobs = sampled.logprobs[rows]
+            result.logprobs.append(None if logprobs[0] is None else logprobs)  # type: ignore[arg-type]
+            if invalid and not invalid.isdisjoint(range(rows.start, rows.stop)):
+                result.invalid.append(i)
+            num_verified = min(self.num_drafts[i], len(seq.next_drafts))
+            if num_verified and seq.draft_scores is not None:
+                self.drafter.learn(seq.draft_scores, num_verified, count)
+            result.num_drafts += num_verified
+            result.num_rounds += num_verified > 0
+            result.num_accepted += count
+            if new_drafts is None or scores is None:
+                seq.next_drafts, seq.draft_scores = [], None
+            else:
+                seq.next_drafts = [token for token in new_drafts[i] if token != NO_DRAFT]
+                seq.draft_scores = scores[i]
+        return result
+
+
+class Speculation:
+    """What an engine with drafts does beside the others.
+
+    Args:
+        drafter: makes the drafts.
+        state: on the device; where decode steps take their tokens and positions from.
+        step_ms: [more than max_num_seqs * (1 + K)] milliseconds of a decode step by its rows; None: every draft is
+            verified that has a chance.
+        variable_length: False: all drafts are verified.
+    """
+
+    def __init__(
+        self, drafter: Drafter, state: SlotTokens, step_ms: np.ndarray | None, variable_length: bool = True
+    ) -> None:
+        num_slots = len(state.lengths)
+        self.drafter = drafter
+        self.state = state
+        self.variable_length = variable_length
+        self.step_ms = np.ones(num_slots * (1 + drafter.num_drafts) + 1) if step_ms is None else step_ms
+        self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
+        self._without_drafts = 0  # decode steps in a row
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no drafts are made, because they have not paid lately."""
+        return self._without_drafts >= PAUSE_AFTER
+
+    def draft_lengths(self, sequences: list[TokenSequence]) -> list[int]:
+        """How many drafts of each sequence the next step verifies; never more than it could still output."""
+        most = self.drafter.num_drafts
+        room = [
+            min(max(seq.max_num_tokens - seq.num_tokens - 1, 0), most) if seq.has_drafts else 0 for seq in sequences
+        ]
+        if not self.variable_length:
+            return room
+        lengths = [0] * len(sequences)
+        if any(room):
+            nothing = [0.0] * most
+            chances = [
+                nothing if seq.draft_scores is None else self.drafter.survival(seq.draft_scores) for seq in sequences
+            ]
+            lengths = draft_lengths(np.array(chances), np.array(room), self.step_ms).tolist()
+        self._without_drafts = 0 if any(lengths) else self._without_drafts + 1
+        if self._without_drafts >= PAUSE_AFTER + PAUSE_STEPS:
+            self._without_drafts = 0
+        return lengths
+
+    def before_decode(self, batch: ScheduledBatch) -> None:
+        """Give the device the tokens of sequences that come from elsewhere: the host, or another engine."""
+        for seq in batch.sequences:
+            if self._in_slot[seq.state_slot] is not seq:
+                slot = seq.state_slot
+                self._in_slot[slot] = seq
+                self.state.tokens[slot] = NO_DRAFT
+                self.state.tokens[slot, 0] = seq.token_ids[-1]
+                self.state.lengths[slot] = len(seq)
+                self.drafter.resumed(slot, seq.token_ids)
+
+    def prefilled(self, batch: ScheduledBatch, inputs: ModelInputs) -> None:
+        """A prefill step has been launched."""
+        for seq in batch.sequences:
+            self._in_slot[seq.state_slot] = seq
+        self.drafter.prefilled(inputs)
+
+    def launch(self, step: LaunchedStep, eos_token_ids: Collection[int]) -> LaunchedRound:
+        """Start drawing the tokens of a step, comparing them with the drafts, and making the next drafts."""
+        sequences, is_prefill = step.sequences, step.batch.is_prefill
+        num_drafts = [0] * len(sequences) if is_prefill else [n - 1 for n in step.batch.num_tokens]
+        counts = np.array(num_drafts, np.int64)
+        first_rows = np.cumsum(counts + 1) - counts - 1
+        sampled = launch_sample(step.logits, verification_rows(sequences, num_drafts), eos_token_ids)
+        if not sequences:
+            return LaunchedRound(sequences, num_drafts, first_rows, sampled, None, self.drafter)
+        state, device = self.state, step.logits.device
+        known = np.array([len(seq) for seq in sequences], np.int64)
+        assert isinstance(step.slots, np.ndarray)
+        slots, firsts, per_sequence, lengths = upload(np.stack((step.slots, first_rows, counts, known)), device)
+        if is_prefill:
+            state.lengths[slots] = lengths
+        tokens, accepted = ops.verify_tokens(
+            sampled.token_ids, state.tokens, state.lengths, slots, firsts, per_sequence
+        )
+        # A sequence that has ended may have come further on the device than what the host kept of it.
+        longest = int((known + counts).max()) + 1 + self.drafter.num_drafts
+        round = Round(slots, tokens, accepted, longest)
+        self.drafter.chosen(state, round)
+        results: list[torch.Tensor] = [accepted]
+        for seq in sequences:
+            seq.has_drafts = not self.is_paused
+        if not self.is_paused:
+            drafts = self.drafter.draft(state, round)
+            state.tokens[slots, 1:] = drafts.tokens
+            results += [drafts.tokens, drafts.scores]
+        return LaunchedRound(sequences, num_drafts, first_rows, sampled, Download(results), self.drafter)

@@ -1,0 +1,37 @@
+"""How many drafts of each sequence to verify: as many as raise the tokens that a second is expected to give.
+
+DSpark's rule (spec: model, section 8): a step with B rows takes step_ms(B) and gives Theta = tau / step_ms(B) tokens a
+millisecond, where tau is a token a sequence and the chance of each draft that it and all before it are accepted. Drafts
+are admitted in the order of that chance.
+
+The chances are those of an earlier round: the drafts to be verified need not be known to the host yet, and what is
+decided cannot depend on what they are. So the search need not stop at the first fall of Theta, which it does in a rule
+that looks at the drafts themselves: a captured step costs the same up to its padded size, and only the next one pays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+MARGIN = 1.02  # the gain below which a step without drafts is taken: chances and times are estimates
+
+
+def draft_lengths(survival: np.ndarray, room: np.ndarray, step_ms: np.ndarray, draft_ms: float = 0.0) -> np.ndarray:
+    """Drafts to verify of each of S sequences, int64 [S].
+
+    Args:
+        survival: [S, K] chance that draft i and all before it are accepted; does not rise along a row.
+        room: int [S], most drafts of each.
+        step_ms: [at least S * (1 + K) + 1] milliseconds of a decode step by its rows.
+        draft_ms: milliseconds that drafting adds to a step.
+    """
+    num_sequences, num_drafts = survival.shape
+    chances = np.where(np.arange(num_drafts) < room[:, None], survival, 0.0).ravel()
+    order = np.argsort(-chances, kind="stable")  # a sequence's drafts stay in their order
+    order = order[: np.count_nonzero(chances)]
+    tau = num_sequences + np.concatenate(([0.0], np.cumsum(chances[order])))
+    theta = tau / (step_ms[num_sequences : num_sequences + len(tau)] + draft_ms)
+    best = int(theta.argmax())
+    if best == 0 or theta[best] * step_ms[num_sequences] < MARGIN * num_sequences:
+        return np.zeros(num_sequences, np.int64)
+    return np.bincount(order[:best] // num_drafts, minlength=num_sequences)

@@ -1,0 +1,60 @@
+"""What drafts the next tokens of sequences: the interface, and which one an engine's settings ask for."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.speculation.slot_tokens import SlotTokens
+
+
+@dataclass(slots=True)
+class Round:
+    """S sequences whose next tokens have just been chosen; all on the device, and the host does not wait for it."""
+
+    slots: Tensor  # int64 [S] state slots
+    tokens: Tensor  # int64 [S, at most 1 + K] chosen now, of which the first `accepted` + 1 count
+    accepted: Tensor  # int64 [S] drafts accepted
+    longest: int  # tokens of the longest sequence, at most
+
+
+@dataclass(slots=True)
+class Drafts:
+    """What may come next, on the device."""
+
+    tokens: Tensor  # int64 [S, K], kernels.reference.speculation.NO_DRAFT where there is none
+    scores: Tensor  # [S, columns] what the drafter knows of their chances; `survival` of the same drafter reads it
+
+
+class Drafter(Protocol):
+    """Called in the order of the steps, and everything it does is in stream order."""
+
+    num_drafts: int  # K
+
+    def prefilled(self, inputs: ModelInputs) -> None:
+        """A prefill step with these inputs has been launched."""
+        ...
+
+    def resumed(self, slot: int, token_ids: array) -> None:
+        """A sequence goes on in `slot` that was not prefilled here."""
+        ...
+
+    def chosen(self, state: SlotTokens, round: Round) -> None:
+        """Tokens have been chosen; `state` is already past them. `draft` may follow."""
+        ...
+
+    def draft(self, state: SlotTokens, round: Round) -> Drafts:
+        """Drafts for the sequences of the round."""
+        ...
+
+    def survival(self, scores: list[float]) -> list[float]:
+        """Chances that draft i and all before it are accepted, not rising, from a sequence's row of Drafts.scores."""
+        ...
+
+    def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
+        """What became of the drafts that had these scores, of which num_verified were verified."""
+        ...

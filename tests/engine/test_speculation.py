@@ -1,0 +1,236 @@
+"""With drafts, good or bad, the tokens, log-probabilities and finish reasons are those of decoding one by one."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.engine import Engine
+from deepinfer.kernels.reference.speculation import NO_DRAFT
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.outputs import RequestOutput
+from deepinfer.params import SamplingParams
+from deepinfer.speculation.drafter import Drafts, Round
+from deepinfer.speculation.slot_tokens import SlotTokens
+from tests.engine.test_engine_workloads import EOS, assert_idle, record
+from tests.engine.test_overlap import Arrival, arrivals
+from tests.engine.toy_model import VOCAB_SIZE, ToyRunner
+
+BLOCK_SIZE = 4
+
+
+class TellTale:
+    """A Drafter that has been told how texts go on, and tells the truth as often as `honesty` says.
+
+    It checks that the device knows what it must: its text is that of a sequence, with nothing that was not accepted.
+    """
+
+    def __init__(self, num_drafts: int, num_slots: int, texts: list[list[int]], honesty: float, seed: int) -> None:
+        self.num_drafts = num_drafts
+        self.texts = texts
+        self.honesty = honesty
+        self.random = random.Random(seed)
+        self.text: list[list[int]] = [[] for _ in range(num_slots + 1)]
+        self.num_accepted = 0
+
+    def prefilled(self, inputs: ModelInputs) -> None:
+        starts = inputs.query_start.tolist()
+        for slot, begin, end in zip(inputs.state_slots.tolist(), starts, starts[1:], strict=False):
+            start = int(inputs.positions[begin])
+            self.text[slot] = self.text[slot][:start] + inputs.token_ids[begin:end].tolist()
+
+    def resumed(self, slot: int, token_ids: array) -> None:
+        self.text[slot] = token_ids.tolist()
+
+    def chosen(self, state: SlotTokens, round: Round) -> None:
+        for slot, row, accepted in zip(
+            round.slots.tolist(), round.tokens.tolist(), round.accepted.tolist(), strict=True
+        ):
+            self.text[slot] += row[: accepted + 1]
+            assert len(self.text[slot]) == int(state.lengths[slot]) <= round.longest
+            assert self.text[slot][-1] == int(state.tokens[slot, 0])
+            self.num_accepted += accepted
+
+    def draft(self, state: SlotTokens, round: Round) -> Drafts:
+        drafts = [self._drafts(self.text[slot]) for slot in round.slots.tolist()]
+        return Drafts(torch.tensor(drafts), torch.tensor([[self.random.random()] for _ in drafts]))
+
+    def _drafts(self, text: list[int]) -> list[int]:
+        known = next((t[len(text) :] for t in self.texts if t[: len(text)] == text), [])
+        drafts = []
+        for token in (known + [0] * self.num_drafts)[: self.num_drafts]:
+            is_true = self.random.random() < self.honesty
+            drafts.append(token if is_true else self.random.randrange(VOCAB_SIZE))
+        if self.random.random() < 0.3:
+            cut = self.random.randrange(self.num_drafts)
+            drafts[cut:] = [NO_DRAFT] * (self.num_drafts - cut)
+        return drafts
+
+    def survival(self, scores: list[float]) -> list[float]:
+        return [scores[0] ** (i + 1) for i in range(self.num_drafts)]
+
+    def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_verified <= self.num_drafts
+
+
+@dataclass(frozen=True)
+class Setting:
+    num_drafts: int
+    overlap: bool
+    padded: bool
+    swap: bool
+    num_blocks: int  # one sequence takes 17 at most: preemption is common
+    max_num_seqs: int
+    chunk: int
+    honesty: float
+    seed: int
+
+
+speculative_settings = st.builds(
+    Setting,
+    num_drafts=st.integers(1, 5),
+    overlap=st.booleans(),
+    padded=st.booleans(),
+    swap=st.booleans(),
+    num_blocks=st.integers(18, 40),
+    max_num_seqs=st.integers(1, 6),
+    chunk=st.sampled_from([1, 5, 16]),
+    honesty=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
+    seed=st.integers(0, 1000),
+)
+
+
+def make_engine(setting: Setting, texts: list[list[int]] | None) -> Engine:
+    """Without `texts` there are no drafts."""
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        num_blocks=setting.num_blocks,
+        max_num_seqs=setting.max_num_seqs,
+        prefill_chunk_size=setting.chunk,
+        max_num_batched_tokens=40,
+        preemption_mode="swap" if setting.swap else "recompute",
+        swap_memory_bytes=40_000,
+        zero_overhead_scheduling=setting.overlap,
+    )
+    room = 1 if texts is None else 1 + setting.num_drafts
+    runner = ToyRunner(
+        setting.num_blocks, BLOCK_SIZE, setting.max_num_seqs, room=room, padded=setting.padded and texts is not None
+    )
+    if texts is None:
+        return Engine(runner, config, EOS)
+    drafter = TellTale(setting.num_drafts, setting.max_num_seqs, texts, setting.honesty, setting.seed)
+    return Engine(runner, config, EOS, drafter=drafter)
+
+
+def run(
+    engine: Engine, workload: list[Arrival], cancels: dict[int, list[str]] | None = None
+) -> dict[str, RequestOutput]:
+    got: dict[str, RequestOutput] = {}
+    step = 0
+    while step <= 30 or engine.has_unfinished_requests():
+        for number, arrival in enumerate(workload):
+            if arrival.step == step:
+                engine.add_request(str(number), arrival.prompt, arrival.params)
+        aborted = [engine.abort_request(request_id) for request_id in (cancels or {}).get(step, [])]
+        record(got, [output for output in aborted if output is not None])
+        record(got, engine.step())
+        engine.scheduler.check_integrity()
+        step += 1
+        assert step < 5000, "the engine spins"
+    assert_idle(engine)
+    return got
+
+
+def outcome(output: RequestOutput) -> list[tuple]:
+    return [
+        (c.index, c.token_ids, c.logprobs, c.finish_reason, c.stop_reason)
+        for c in sorted(output.outputs, key=lambda c: c.index)
+    ]
+
+
+def texts_of(workload: list[Arrival], outputs: dict[str, RequestOutput]) -> list[list[int]]:
+    return [
+        list(workload[int(number)].prompt) + completion.token_ids
+        for number, output in outputs.items()
+        for completion in output.outputs
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(workload=st.lists(arrivals, min_size=1, max_size=6), setting=speculative_settings)
+def test_outputs_are_those_without_drafts(workload: list[Arrival], setting: Setting) -> None:
+    plain = run(make_engine(setting, None), workload)
+    engine = make_engine(setting, texts_of(workload, plain))
+    got = run(engine, workload)
+    assert got.keys() == plain.keys() == {str(number) for number in range(len(workload))}
+    for request_id, want in plain.items():
+        assert outcome(got[request_id]) == outcome(want)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    workload=st.lists(arrivals, min_size=2, max_size=6),
+    setting=speculative_settings,
+    cancels=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), min_size=1, max_size=6),
+)
+def test_whoever_is_cancelled_disturbs_nobody(
+    workload: list[Arrival], setting: Setting, cancels: list[tuple[int, int]]
+) -> None:
+    plain = run(make_engine(setting, None), workload)
+    by_step: dict[int, list[str]] = {}
+    for step, number in cancels:
+        by_step.setdefault(step, []).append(str(number))
+    got = run(make_engine(setting, texts_of(workload, plain)), workload, by_step)
+    cancelled = {str(number) for _, number in cancels}
+    for request_id, want in plain.items():
+        for mine, theirs in zip(outcome(got[request_id]), outcome(want), strict=False):
+            if mine[3] == "abort":
+                assert request_id in cancelled and mine[1] == theirs[1][: len(mine[1])]
+            else:
+                assert mine == theirs
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_drafts_that_are_always_right_are_all_accepted(num_drafts: int, overlap: bool) -> None:
+    setting = Setting(num_drafts, overlap, False, False, 40, 2, 16, 1.0, 0)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)
+    workload = [Arrival(0, [5, 9, 2], params)]
+    plain = run(make_engine(setting, None), workload)
+    engine = make_engine(setting, texts_of(workload, plain))
+    engine.speculation.drafter._drafts = lambda text: plain_drafts(engine, text)  # never cut short
+    assert outcome(run(engine, workload)["0"]) == outcome(plain["0"])
+    decode_steps = sum(not is_prefill for is_prefill, _ in engine.runner.steps)
+    rounds = -(-59 // (1 + num_drafts))
+    # With overlap the drafts of the first step are not trusted, and the last ones are planned with the longest text.
+    assert rounds <= decode_steps <= rounds + (4 if overlap else 2)
+
+
+def plain_drafts(engine: Engine, text: list[int]) -> list[int]:
+    drafter = engine.speculation.drafter
+    known = next(t[len(text) :] for t in drafter.texts if t[: len(text)] == text)
+    return (known + [0] * drafter.num_drafts)[: drafter.num_drafts]
+
+
+def test_the_device_never_learns_what_was_not_accepted() -> None:
+    """A negative control: a step that counts one draft too many changes the tokens."""
+    setting = Setting(3, False, False, False, 40, 2, 16, 0.6, 0)
+    workload = [Arrival(0, [5, 9, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))]
+    plain = run(make_engine(setting, None), workload)
+    engine = make_engine(setting, texts_of(workload, plain))
+    chosen = engine.speculation.drafter.chosen
+
+    def one_more(state: SlotTokens, round: Round) -> None:
+        chosen(state, round)
+        state.lengths[round.slots] += (round.accepted == 1).long()
+
+    engine.speculation.drafter.chosen = one_more
+    with pytest.raises(AssertionError):
+        assert outcome(run(engine, workload)["0"]) == outcome(plain["0"])
