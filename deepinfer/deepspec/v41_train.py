@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,32 +29,49 @@ from deepinfer.deepspec.targets import V41Target
 from deepinfer.deepspec.train import blocks_of, pick_anchors
 from deepinfer.deepspec.v41_blocks import BlockModel, draft_kinds, initial_masters
 from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, head_weights, write_head
-from deepinfer.train.batches import Batches, load_rows
+from deepinfer.train.batches import Batches, Rows, load_rows
 from deepinfer.train.optimizer import Optimizer, Rates
 from deepinfer.train.parameters import Parameters
 from deepinfer.train.pretrain import Run, Schedule, StepResult, train
 
 
+class TargetBatches:
+    """Like `train.batches.Batches`, of rows that the target has read: it reads `reads` batches of them at a time.
+
+    Yields (tokens int64 [R, T + 1], taps and final states side by side [R, T, (n + 1) * D], counted float32 [R, T]).
+    """
+
+    def __init__(self, rows: Rows, target: V41Target, batch: int, reads: int, seed: int) -> None:
+        self.batches, self.target, self.batch, self.reads = Batches(rows, batch * reads, seed), target, batch, reads
+        self.per_epoch = self.batches.per_epoch * reads
+
+    def from_step(self, step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Batches from number `step` on."""
+        for inputs, targets, counted in self.batches.from_step(step // self.reads):
+            states = torch.cat(self.target(inputs), dim=-1)
+            tokens = torch.cat((inputs, targets[:, -1:]), dim=1)
+            yield from zip(*(part.split(self.batch) for part in (tokens, states, counted)), strict=True)
+
+
 def gradient_step(
-    target: V41Target,
     model: BlockModel,
     parameters: Parameters,
     loss_weights: LossWeights,
     num_anchors: int,
-    inputs: Tensor,
-    targets: Tensor,
+    tokens: Tensor,
+    states: Tensor,
     counted: Tensor,
     _key: bool = False,
 ) -> StepResult:
-    """One batch of rows [R, T], differentiated; expert biases are balanced on the way."""
-    size = model.size
-    taps, hidden = target(inputs)
+    """One batch of TargetBatches, differentiated; expert biases are balanced on the way."""
+    size, dim = model.size, model.embed.shape[1]
+    taps, hidden = states[..., :-dim], states[..., -dim:]
     anchors = pick_anchors(counted, num_anchors, size)
     with torch.no_grad():
-        wanted = F.linear(blocks_of(hidden, anchors, size).float(), target.head)
+        wanted = F.linear(blocks_of(hidden, anchors, size).float(), model.head)
     counts = blocks_of(counted, anchors, size).cumprod(1)
     weights = parameters.compute_weights()
-    blocks = model(weights, taps, torch.cat((inputs, targets[:, -1:]), dim=1), anchors)
+    blocks = model(weights, taps, tokens, anchors)
     losses = block_losses(blocks.logits, wanted, blocks.scores, counts, loss_weights)
     (losses.loss + 1e-3 * blocks.balance_loss).backward()
     with torch.no_grad():
@@ -76,8 +94,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stages", type=int, default=2, help="draft layers (num_nextn_predict_layers)")
     parser.add_argument("--minutes", type=float, required=True, help="length of the schedule")
-    parser.add_argument("--batch", type=int, default=64, help="rows a step")
-    parser.add_argument("--anchors", type=int, default=128, help="blocks a row")
+    parser.add_argument("--batch", type=int, default=16, help="rows a step")
+    parser.add_argument("--reads", type=int, default=4, help="batches that the target reads at a time")
+    parser.add_argument("--anchors", type=int, default=192, help="blocks a row")
     parser.add_argument("--gamma", type=float, default=LossWeights.gamma)
     parser.add_argument("--peak", type=float, default=Schedule.peak)
     parser.add_argument("--length", type=int, default=1024)
@@ -98,6 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
     parameters = Parameters(draft_kinds(config), initial_masters(config, options.seed), options.device, dtype)
     optimizer = Optimizer(parameters, Rates())
     rows = load_rows(options.data).to(options.device)
+    batches = TargetBatches(rows, target, options.batch, options.reads, options.seed)
     loss_weights, schedule = LossWeights(gamma=options.gamma), Schedule(peak=options.peak, dense=0.0)
     run = Run(seed=options.seed)
     print(f"rows {len(rows)}, set up in {time.perf_counter() - started:.1f} s", flush=True)
@@ -110,6 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
             "batch": options.batch,
             "anchors": options.anchors,
             "rows": len(rows),
+            "epochs": run.step / batches.per_epoch,
             "minutes": options.minutes,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "torch": torch.__version__,
@@ -119,9 +140,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     options.out.mkdir(parents=True, exist_ok=True)
     train(
-        partial(gradient_step, target, model, parameters, loss_weights, options.anchors),
+        partial(gradient_step, model, parameters, loss_weights, options.anchors),
         optimizer,
-        Batches(rows, options.batch, options.seed),
+        batches,
         run,
         schedule,
         progress_of=lambda run: run.seconds / (60 * options.minutes),

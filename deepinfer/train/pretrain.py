@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -118,10 +118,16 @@ def gradient_step(
     return StepResult(parameters.gradients(), info.expert_counts, figures)
 
 
+class BatchSource(Protocol):
+    """Endless batches, three tensors each, from step number `step` on."""
+
+    def from_step(self, step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]: ...
+
+
 def train(
     compute: Callable[..., StepResult],
     optimizer: Optimizer,
-    batches: Batches,
+    batches: BatchSource,
     run: Run,
     schedule: Schedule,
     *,

@@ -22,6 +22,7 @@ from deepinfer.models.loader import is_draft, load_weights
 from deepinfer.models.random_weights import random_weights
 from deepinfer.models.registry import load_model
 from deepinfer.models.writer import write_checkpoint
+from deepinfer.train.batches import Rows
 from tests.checkpoints import write_tokenizer
 from tests.configs import tiny_config
 
@@ -47,7 +48,7 @@ def trained(checkpoint, tmp_path_factory):
     np.save(data / "train-0.npy", rng.integers(3, 500, (6, LENGTH + 1)).astype(np.uint16))
     np.save(data / "targets-0.npy", np.packbits(np.ones((6, LENGTH + 1), np.uint8), axis=1))
     arguments = ["--target", checkpoint, "--data", data, "--out", out, "--device", "cpu", "--length", LENGTH]
-    arguments += ["--stages", 2, "--batch", 2, "--anchors", 4, "--minutes", 0.03]
+    arguments += ["--stages", 2, "--batch", 2, "--reads", 2, "--anchors", 4, "--minutes", 0.03]
     v41_train.main([str(argument) for argument in arguments])
     return out
 
@@ -123,3 +124,20 @@ def test_the_target_gives_taps_and_hidden_states(checkpoint):
     assert close > 0.97  # a selection or an expert may fall the other way on a tie of rounding
     near = torch.isclose(taps, torch.cat([trace[f"layers.{i}.tap"] for i in (8, 9)], -1), atol=5e-3, rtol=5e-3)
     assert near.float().mean() > 0.97
+
+
+def test_the_target_reads_several_batches_at_a_time(checkpoint):
+    """The batches are those of a target that reads one at a time, and every row comes once an epoch."""
+    rng = np.random.default_rng(0)
+    ids = torch.from_numpy(rng.integers(3, 500, (8, LENGTH + 1)).astype(np.int16))
+    rows = Rows(ids, torch.full((8, -(-(LENGTH + 1) // 8)), 255, dtype=torch.uint8))
+    target = V41Target(checkpoint, LENGTH, "cpu")
+    batches = v41_train.TargetBatches(rows, target, batch=2, reads=2, seed=0)
+    assert batches.per_epoch == 4
+    seen = []
+    for _, (tokens, states, counted) in zip(range(4), batches.from_step(0), strict=False):
+        taps, hidden = target(tokens[:, :-1])
+        torch.testing.assert_close(states, torch.cat((taps, hidden), dim=-1), atol=1e-4, rtol=1e-3)
+        assert counted.shape == (2, LENGTH) and counted.all()
+        seen += tokens.tolist()
+    assert sorted(seen) == sorted(ids.long().tolist())
