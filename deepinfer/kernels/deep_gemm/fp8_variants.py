@@ -62,11 +62,9 @@ class Tile:
 TILES = (
     Tile(256, 128, "a"),
     Tile(128, 128, "a"),
-    Tile(128, 128, "", k_parts=3),
     Tile(128, 128, "", k_parts=2),
     Tile(128, 64, ""),
     Tile(64, 128, "", k_parts=4),
-    Tile(64, 128, "", k_parts=3),
     Tile(64, 128, "", k_parts=2),
     Tile(64, 64, "", k_parts=4),
     Tile(64, 64, "", k_parts=2),
@@ -75,7 +73,7 @@ TILES = (
 
 # In clock cycles of an H200: what a block copies to shared memory, the least for 128 columns, the rest of a tile.
 BYTES_A_CYCLE = 45
-STEP_CYCLES, TILE_CYCLES, EXCHANGE_CYCLES = 250, 3000, 1500
+STEP_CYCLES, TILE_CYCLES, EXCHANGE_CYCLES = 500, 3000, 9000
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,8 @@ from deepinfer.kernels.deep_jit import Build, Kernel
 
 SOURCE = Path(__file__).parent / "mqa_queries.cu"
 MAX_KEYS = 1 << 22  # of all sequences together that are widened for a prefill step: 132 bytes each
-FEWEST_SCORES = 1 << 18  # a smaller decode step is left to one launch of Triton's kernel, 8 times as many in prefill
+FEWEST_SCORES = 1 << 18  # a smaller step is left to one launch of Triton's kernel
+NARROWEST = 4096  # keys of a prefill step's tables; in narrower ones Triton's kernel is as fast
 
 
 def builds() -> list[Build]:
@@ -59,7 +60,7 @@ def index_scores(
         return NotImplemented
     if weights.dtype not in (torch.bfloat16, torch.float32) or block_tables.stride(1) != 1:
         return NotImplemented
-    if rows * width < FEWEST_SCORES * (1 if rows == sequences else 8):
+    if rows * width < FEWEST_SCORES or (rows != sequences and width < NARROWEST):
         return NotImplemented
     if rows == sequences and rows <= MAX_SEQUENCES:  # every sequence has one row: the rows are in their order
         queries, folded = _queries(iq, weights, fp4_order=True)
