@@ -97,6 +97,11 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         "llguidance",
         "library that compiles the grammars of structured output",
     ),
+    "DEEPINFER_GRAMMAR_TIMEOUT": (
+        _number(float, 0, low_open=True),
+        5.0,
+        "seconds that a server's grammar may take to be compiled",
+    ),
     "DEEPINFER_KERNELS": (
         _choice("auto", "reference", "triton"),
         "auto",

@@ -44,8 +44,11 @@ class AsyncEngine:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, _Listener] = {}  # engine thread only
+        self._is_paused = False  # engine thread only
         self._stopped: str | None = None  # why
         engine.observer.set_wake(partial(self._inbox.put, engine.before_step))
+        if engine.grammars is not None:
+            engine.grammars.protect()
         self._compiling = Compiling(lambda: self._inbox.put(self._compiling.enter_done))
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
         self._thread.start()
@@ -109,6 +112,22 @@ class AsyncEngine:
         self._check_running()
         return record_experts(self._engine.observer.stats.experts, command)
 
+    async def pause(self, pause: bool) -> None:
+        """Make no step and keep what runs, or go on. Returns when no step is in progress."""
+        self._check_running()
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def set_paused() -> None:
+            self._is_paused = pause
+            loop.call_soon_threadsafe(done.set)
+
+        self._inbox.put(set_paused)
+        await done.wait()
+
+    @property
+    def device(self) -> str:
+        return self._engine.config.device
+
     def stats(self) -> EngineStats:
         """A snapshot, read without stopping the engine."""
         return self._engine.stats()
@@ -148,8 +167,8 @@ class AsyncEngine:
         self._engine.observer.close()
 
     def _obey_inbox(self) -> bool:
-        """Run all commands, waiting for one if the engine is idle; False to stop."""
-        while not self._inbox.empty() or not self._engine.has_unfinished_requests():
+        """Run all commands, waiting for one if the engine is idle or paused; False to stop."""
+        while not self._inbox.empty() or self._is_paused or not self._engine.has_unfinished_requests():
             command = self._inbox.get()
             if command is None:
                 return False

@@ -29,6 +29,8 @@ from deepinfer.engine.messages import (
     Connection,
     Failed,
     Heartbeat,
+    Pause,
+    Paused,
     Ready,
     RecordExperts,
     Refused,
@@ -97,7 +99,7 @@ def _load(connection: Connection[ServerMessage]) -> Engine | None:
         logger.exception("the engine could not be loaded")
         connection.send(Failed(type(error).__name__, str(error)))
     else:
-        connection.send(Ready(engine.runner.vocab_size, engine.max_model_len, engine.stats()))
+        connection.send(Ready(engine.runner.vocab_size, engine.max_model_len, engine.stats(), engine.config.device))
         return engine
     return None
 
@@ -118,20 +120,23 @@ class EngineLoop:
         self.engine, self.connection = engine, connection
         engine.outputs = RequestOutputPool(debug=envs.get("DEEPINFER_CHECK_INTEGRITY"))  # encoded before the next step
         self.heartbeat_due = 0.0
+        self.is_paused = False
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
         engine.observer.set_wake(self._wake)
         self.compiling = Compiling(self._wake)
+        if engine.grammars is not None:
+            engine.grammars.protect()
         self.compiled: deque[Compiled] = deque()  # answers that are to be sent
 
     def run(self) -> None:
         """Until the server closes its side (EOFError)."""
         try:
             while True:
-                if not self.engine.has_unfinished_requests():
+                if self.is_paused or not self.engine.has_unfinished_requests():
                     self._wait()
                 self._obey()
-                if self.engine.has_unfinished_requests():
+                if not self.is_paused and self.engine.has_unfinished_requests():
                     self._send(self.engine.step())
                 elif time.monotonic() >= self.heartbeat_due:
                     self.connection.send(self._heartbeat())
@@ -164,7 +169,12 @@ class EngineLoop:
             elif isinstance(message, Compile):
                 self._compile(message)
             elif isinstance(message, RecordExperts):
-                self.connection.send(record_experts(self.engine.observer.stats.experts, message.command))
+                self.connection.send(
+                    record_experts(self.engine.observer.stats.experts, message.command, message.number)
+                )
+            elif isinstance(message, Pause):
+                self.is_paused = message.pause
+                self.connection.send(Paused(message.number))
             elif isinstance(message, Abort):
                 request_id = str(message.number)
                 output = self.compiling.abort(request_id) or self.engine.abort_request(request_id)

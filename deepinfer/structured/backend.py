@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,11 +36,25 @@ class CompiledGrammar(Protocol):
         ...
 
 
+Result = TypeVar("Result")
+
+
+class Run(Protocol):
+    def __call__(self, function: Callable[[], Result]) -> Result: ...
+
+
+def at_once(function: Callable[[], Result]) -> Result:
+    return function()
+
+
 class Backend(Protocol):
     name: str
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar:
-        """Raises ValueError naming the field for what is malformed, cannot be enforced or is too complex."""
+    def compile(self, constraint: Constraint, run: Run = at_once) -> CompiledGrammar:
+        """Raises ValueError naming the field for what is malformed, cannot be enforced or is too complex.
+
+        `run` calls what takes long without holding the GIL, maybe in another thread.
+        """
         ...
 
     def fill_masks(self, automata: Sequence[Any], rows: Sequence[int], bitmask: np.ndarray) -> list[tuple[int, str]]:

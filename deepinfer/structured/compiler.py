@@ -11,9 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from deepinfer.structured.backend import Backend, make_backend
+from deepinfer.structured.backend import Backend, Result, make_backend
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.matcher import Grammar
+from deepinfer.structured.sandbox import Sandbox
 from deepinfer.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -31,23 +32,32 @@ class GrammarCompiler:
     Args:
         load_vocabulary: called once, when the first grammar is asked for.
         backend: "llguidance" or "xgrammar".
-        vet: called with a constraint before it is compiled here, raises ValueError if it must not be (sandbox.py).
+        sandbox: what `protect` makes compile every constraint first.
+
+    What holds the GIL runs at the priority of the others, so that they never wait for a thread that gets no CPU; the
+    rest, which a grammar library does without it, on a thread that gets what the others leave.
     """
 
     def __init__(
         self,
         load_vocabulary: Callable[[], Vocabulary],
         backend: str = "llguidance",
-        vet: Callable[[Constraint], None] | None = None,
+        sandbox: Sandbox | None = None,
     ) -> None:
-        self._load_vocabulary, self._backend_name, self._vet = load_vocabulary, backend, vet
+        self._load_vocabulary, self._backend_name, self._sandbox = load_vocabulary, backend, sandbox
+        self._is_protected = False
         self._vocabulary: Vocabulary | None = None
         self._backend: Backend | None = None
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._cache: OrderedDict[_Key, Future[Grammar]] = OrderedDict()
         self._num_waiting = 0
-        self._pool = ThreadPoolExecutor(THREADS, "deepinfer-grammar", initializer=_step_aside)
+        self._pool = ThreadPoolExecutor(THREADS, "deepinfer-grammar")
+        self._aside = ThreadPoolExecutor(1, "deepinfer-grammar-build", initializer=_step_aside)
+
+    def protect(self) -> None:
+        """From here on, strangers write the schemas."""
+        self._is_protected = True
 
     def compile(self, so_args: Mapping[str, Any]) -> Future[Grammar]:
         """The grammar, once it is there; the future raises ValueError naming the field if there is none.
@@ -70,21 +80,24 @@ class GrammarCompiler:
         return future if body == constraint else _mapped(future, constraint)
 
     def _build(self, constraint: Constraint) -> Grammar:
-        if self._vet is not None:
-            self._vet(constraint)
+        if self._is_protected and self._sandbox is not None:
+            self._sandbox.vet(constraint)
         with self._loading:
             if self._backend is None:
                 self._vocabulary = self._load_vocabulary()
                 self._backend = make_backend(self._backend_name, self._vocabulary)
         assert self._vocabulary is not None
         try:
-            compiled = self._backend.compile(constraint)
+            compiled = self._backend.compile(constraint, self._run_aside)
         except ValueError:
             raise
         except BaseException as error:  # a library's fault (a panic is no Exception) is no reason to stop serving
             logger.exception("a grammar could not be compiled")
             raise ValueError(f"so_args.schema could not be compiled: {error}") from None
         return Grammar(constraint, compiled, self._backend, self._vocabulary)
+
+    def _run_aside(self, function: Callable[[], Result]) -> Result:
+        return self._aside.submit(function).result()
 
     def _forget_failure(self, key: _Key, done: Future[Grammar]) -> None:
         """Errors are not kept: they may be of a moment (too slow), and their text is the client's."""
@@ -104,6 +117,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._aside.shutdown(wait=False, cancel_futures=True)
 
 
 def _mapped(future: Future[Grammar], constraint: Constraint) -> Future[Grammar]:

@@ -9,7 +9,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from deepinfer.structured.backend import Automaton, GrammarError
+from deepinfer.structured.backend import Automaton, GrammarError, Run, at_once
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.lark import to_lark
 from deepinfer.structured.vocabulary import Vocabulary
@@ -37,9 +37,9 @@ class LLGuidanceBackend:
         self._executor = llguidance.LLExecutor(MASK_THREADS)
         self._num_words = vocabulary.num_words
 
-    def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
-        # Built without the GIL, so that other threads go on.
-        matcher = llguidance.LLMatcher(self._tokenizer, to_lark(constraint), log_level=0, limits=self._limits)
+    def compile(self, constraint: Constraint, run: Run = at_once) -> LLGuidanceGrammar:
+        grammar = to_lark(constraint)
+        matcher = run(lambda: llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits))
         if matcher.is_error():
             raise ValueError(f"so_args.schema: {_reason(matcher)}")
         try:

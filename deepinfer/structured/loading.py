@@ -7,6 +7,7 @@ from pathlib import Path
 
 from deepinfer import envs
 from deepinfer.structured.compiler import GrammarCompiler
+from deepinfer.structured.sandbox import Sandbox
 from deepinfer.structured.vocabulary import Vocabulary
 
 
@@ -22,5 +23,6 @@ def grammar_compiler(path: Path, size: int, eos_token_ids: Iterable[int]) -> Gra
     """None for a checkpoint without a tokenizer: it has no text that a grammar could be about."""
     if not (path / "tokenizer.json").is_file():
         return None
-    ids = tuple(eos_token_ids)
-    return GrammarCompiler(lambda: load_vocabulary(path, size, ids), envs.get("DEEPINFER_GRAMMAR_BACKEND"))
+    ids, backend = tuple(sorted(eos_token_ids)), envs.get("DEEPINFER_GRAMMAR_BACKEND")
+    sandbox = Sandbox(path, size, ids, backend, envs.get("DEEPINFER_GRAMMAR_TIMEOUT"))
+    return GrammarCompiler(lambda: load_vocabulary(path, size, ids), backend, sandbox)

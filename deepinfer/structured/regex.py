@@ -13,11 +13,12 @@ _DOT = r"[^\n\r\x{2028}\x{2029}]"
 def portable_pattern(pattern: str) -> str:
     r"""The pattern with classes (`\d`, `\W`, `.`) that match only what they match in Python, ECMAScript and Rust."""
     out, in_class = [], False
+    dot = "." if "(?s" in pattern else _DOT  # there, it means every character everywhere
     for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
         if part in _ESCAPES:
             part = _ESCAPES[part] if in_class else f"[{_ESCAPES[part]}]"
         elif part == "." and not in_class:
-            part = _DOT
+            part = dot
         elif part in ("[", "]"):
             in_class = part == "["
         out.append(part)

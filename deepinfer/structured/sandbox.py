@@ -1,0 +1,136 @@
+"""A process that compiles a grammar first: whatever happens to it there happens to nobody else.
+
+A schema is a program that a client wrote. Most compile in milliseconds; some take minutes, gigabytes or all the stack.
+The process gets what the others leave of the CPUs, has limited memory, and is killed when it takes too long. What it
+has compiled may be compiled again beside the engine, in about the time that it took here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from deepinfer.structured.constraint import Constraint
+
+MEMORY_BYTES = 2 << 30
+START_SECONDS = 120.0
+CPU_SECONDS = 1.0  # that compiling may take
+MASK_SECONDS = 0.05  # of CPU that the mask of a step may take
+TRIED_STEPS = 16
+
+
+class Sandbox:
+    """Any thread may use it; each has a process of its own, from its first use on."""
+
+    def __init__(self, path: Path, size: int, eos_token_ids: tuple[int, ...], backend: str, seconds: float) -> None:
+        self._arguments = [str(path), str(size), ",".join(map(str, eos_token_ids)), backend]
+        self._seconds = seconds
+        self._local = threading.local()
+
+    def vet(self, constraint: Constraint) -> None:
+        """Raise ValueError naming the field if the constraint cannot be compiled within the limits."""
+        process = self._process()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(constraint.so_args()).encode() + b"\n")
+            process.stdin.flush()
+            answer = _read_line(process, self._seconds)
+        except (OSError, EOFError):
+            self._end(process)
+            raise ValueError("so_args.schema is too complex: compiling it takes too much memory") from None
+        except TimeoutError:
+            self._end(process)
+            message = f"so_args.schema is too complex: it was not compiled within {self._seconds:g} s"
+            raise ValueError(message) from None
+        error = json.loads(answer)
+        if error is not None:
+            raise ValueError(error)
+
+    def _process(self) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] | None = getattr(self._local, "process", None)
+        if process is None or process.poll() is not None:
+            command = [sys.executable, "-m", "deepinfer.structured.sandbox", *self._arguments]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            try:
+                _read_line(process, START_SECONDS)
+            except (EOFError, TimeoutError):
+                self._end(process)
+                raise ValueError("so_args: the process that compiles grammars does not start") from None
+            self._local.process = process
+        return process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:
+                pass
+        self._local.process = None
+
+
+def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """Raises TimeoutError, or EOFError if the process is gone."""
+    assert process.stdout is not None
+    fd, deadline, line = process.stdout.fileno(), time.monotonic() + seconds, b""
+    while not line.endswith(b"\n"):
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        part = os.read(fd, 1 << 16)
+        if not part:
+            raise EOFError
+        line += part
+    return line
+
+
+def main(path: str, size: str, eos_token_ids: str, backend_name: str) -> None:
+    from deepinfer.structured.backend import make_backend
+    from deepinfer.structured.loading import load_vocabulary
+
+    os.nice(19)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    eos = [int(text) for text in eos_token_ids.split(",") if text]
+    backend = make_backend(backend_name, load_vocabulary(Path(path), int(size), eos))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    row = np.zeros((int(size) + 31) // 32, np.int32)
+
+    def check(constraint: Constraint) -> None:
+        start = time.process_time()
+        automaton = backend.compile(constraint).automaton()
+        if time.process_time() - start > CPU_SECONDS:
+            raise ValueError("so_args.schema is too complex: compiling it takes too long")
+        for _ in range(TRIED_STEPS):
+            start = time.process_time()
+            automaton.fill_mask(row)
+            if time.process_time() - start > MASK_SECONDS:
+                raise ValueError("so_args.schema is too complex: it would slow down every step")
+            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            token_id = int(allowed[len(allowed) // 2]) if len(allowed) else eos[0]
+            if token_id in eos or not automaton.accept(token_id):
+                break
+
+    print("null", file=answers, flush=True)  # ready
+    for line in sys.stdin.buffer:
+        error = None
+        try:
+            check(Constraint.from_so_args(json.loads(line)))
+        except BaseException as fault:  # a library's panic is no Exception
+            error = str(fault) if isinstance(fault, ValueError) else f"so_args.schema could not be compiled: {fault}"
+        print(json.dumps(error), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
