@@ -84,8 +84,7 @@ def choose_tile(m: int, n: int, k: int, processors: int) -> Tile:
         columns, rows = (tile.n * 2, tile.m) if tile.share == "a" else (tile.n, tile.m * tile.cluster)
         clusters = -(-m // rows) * -(-n // columns)
         rounds = -(-clusters // (processors // (tile.cluster * tile.k_parts)))
-        copied = (tile.m // 2 if tile.share == "a" else tile.m) + tile.n  # the other half comes with the peer's copy
-        arithmetic, copies = tile.m * tile.n / 27, copied * 128 / BYTES_A_CYCLE
+        arithmetic, copies = tile.m * tile.n / 27, (tile.m + tile.n) * 128 / BYTES_A_CYCLE
         steps = -(-k // (128 * tile.k_parts))
         rest = TILE_CYCLES + (EXCHANGE_CYCLES if tile.k_parts > 1 else 0)
         return rounds * (steps * max(arithmetic, copies, STEP_CYCLES) + rest)
