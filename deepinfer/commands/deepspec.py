@@ -173,6 +173,7 @@ def eval(
     target: TargetOption = "nano",
     draft: DraftOption = None,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    drawn: Annotated[bool, typer.Option("--drawn", help="Draw drafts, not the most likely tokens.")] = False,
     max_tokens: MaxTokens = 256,
     length: Length = 1024,
     limit: Limit = None,
@@ -192,7 +193,7 @@ def eval(
     judged = {}
     for name, part in answers.items():
         with _progress(f"drafts of {name}", len(part)) as advance:
-            judged[name] = judge_all(model, loaded, part, length, advance)
+            judged[name] = judge_all(model, loaded, part, length, drawn, advance)
     rows = summary(judged, step_times(model, Path(draft) if draft else folder, loaded))
     if not rows:
         raise ValueError("answers: none is long enough to draft in, allowed: at least 2 tokens")
@@ -240,7 +241,7 @@ def calibrate(
         answers = _answers(folder, tasks, limit, temperature, max_tokens, device, out)
         everything = [answer for part in answers.values() for answer in part]
         with _progress(f"drafts at temperature {temperature:g}", len(everything)) as advance:
-            judged += judge_all(model, loaded, everything, length, advance)
+            judged += judge_all(model, loaded, everything, length, advance=advance)
     fitted, held = (calibration.Observations.of(judged[start::2]) for start in (0, 1))
     temperatures = calibration.fit_temperatures(fitted)
     curves = {

@@ -1,9 +1,10 @@
 """How many drafts the target would accept, measured along answers that it wrote itself.
 
 Speculative sampling outputs y and accepts it with joint probability min(p(y), q(y)), whatever happens at a rejection.
-So given that the target's answer continues with y, its draft was accepted with probability min(1, q(y) / p(y)); at
-temperature 0 both are one-hot and it was accepted if it is the same token. That makes the measurement exact without an
-engine: read each answer once, draft at every position, and walk through it in rounds.
+So given that the target's answer continues with y, its draft was accepted with probability min(1, q(y) / p(y)). Where
+the draft is not drawn but the most likely token (the engine's way), q is one-hot: it was accepted if it is the same
+token, at any temperature. That makes the measurement exact without an engine: read each answer once, draft at every
+position, and walk through it in rounds.
 """
 
 from __future__ import annotations
@@ -63,11 +64,21 @@ class Acceptance:
 
 
 @torch.no_grad()
-def judge(target: Target, draft: DraftBlocks, answer: Answer, length: int, block_size: int, seed: int = 0) -> Judged:
+def judge(
+    target: Target,
+    draft: DraftBlocks,
+    answer: Answer,
+    length: int,
+    block_size: int,
+    *,
+    is_drawn: bool = False,
+    seed: int = 0,
+) -> Judged:
     """Draft at every position of an answer.
 
     Args:
         length: tokens of the rows that the target reads; the answer is padded to it.
+        is_drawn: drafts are drawn at the answer's temperature; else they are the most likely tokens.
 
     Raises:
         ValueError: the answer does not fit, or there is no position to draft at.
@@ -92,7 +103,7 @@ def judge(target: Target, draft: DraftBlocks, answer: Answer, length: int, block
         at = part.unsqueeze(1) + 1 + steps
         wanted = F.linear(hidden[0, at].float(), target.head)
         truth = row[0, at + 1]
-        if answer.temperature == 0:
+        if not is_drawn or answer.temperature == 0:
             accepted.append(blocks.logits.argmax(-1) == truth)
         else:
             log_ratio = sum(

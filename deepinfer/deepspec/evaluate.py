@@ -69,6 +69,7 @@ def judge_all(
     draft: LoadedDraft,
     answers: list[Answer],
     length: int,
+    is_drawn: bool = False,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Judged]:
     """Every answer that has a prompt, at least two tokens and room in a row."""
@@ -76,7 +77,8 @@ def judge_all(
     for seed, answer in enumerate(answers):
         fits = len(answer.token_ids) + draft.block_size + 1 <= length
         if answer.num_answer >= 2 and fits and len(answer.token_ids) > answer.num_answer:
-            judged.append(judge(target, draft.blocks, answer, length, draft.block_size, seed))
+            one = judge(target, draft.blocks, answer, length, draft.block_size, is_drawn=is_drawn, seed=seed)
+            judged.append(one)
         advance(1)
     return judged
 

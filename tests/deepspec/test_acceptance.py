@@ -91,12 +91,23 @@ def test_mean_length_is_that_of_speculative_sampling(temperature):
     p = target.probabilities(temperature)
     q = torch.softmax(other.T.double() / temperature, -1)
     answers = write_answers(p, 50, 240, 2, temperature)  # long: their ends cut rounds short
-    judged = [judge(target, chain_draft(other), a, LENGTH, SIZE, seed=i) for i, a in enumerate(answers)]
+    judged = [judge(target, chain_draft(other), a, LENGTH, SIZE, is_drawn=True, seed=i) for i, a in enumerate(answers)]
     measured = acceptance_of(judged)
     real = speculate(p, q, 4000, 3)
     assert measured.mean_length == pytest.approx(real, abs=0.09)
     assert 1.3 < real < 3.7  # neither never nor always
     assert measured.rounds > 1000
+
+
+def test_most_likely_drafts_for_a_target_that_draws():
+    """q is one-hot, so min(1, p / q) is p of the draft: the textbook algorithm again, on drafts that are not drawn."""
+    target = ChainTarget(0)
+    other = target.head + 0.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
+    p = target.probabilities(1.0)
+    q = F.one_hot(other.T.argmax(-1), VOCAB).double()
+    answers = write_answers(p, 50, 240, 2, 1.0)
+    judged = [judge(target, chain_draft(other), a, LENGTH, SIZE) for a in answers]
+    assert acceptance_of(judged).mean_length == pytest.approx(speculate(p, q, 4000, 3), abs=0.09)
 
 
 def test_greedy_answers_need_the_same_token():
