@@ -16,6 +16,7 @@ from deepinfer.config.reading import read_model_config
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.decode_curve import DecodeCurve, curve_key, load_or_measure
 from deepinfer.engine.memory import check_caches_fit, default_cache_bytes
+from deepinfer.engine.prefill_graphs import PrefillGraphs
 from deepinfer.engine.step_buffers import StepShape
 from deepinfer.engine.swap import CacheRows
 from deepinfer.models.caches import CACHE_DTYPES
@@ -108,6 +109,7 @@ class ModelRunner:
         self.config = config
         self.max_context_len = min(longest, (self.num_blocks - 1) * config.block_size)
         self.graphs = self._captured_graphs()
+        self.prefill_graphs = self._captured_chunks()
         self._decode_curve: DecodeCurve | None = None
         if self.graphs is not None and self.graphs.is_captured:
             self.decode_curve()
@@ -157,6 +159,33 @@ class ModelRunner:
             self._set_mark if envs.get("DEEPINFER_TIMERS") else None,
             SlotTokens.allocate(config.max_num_seqs + 1, self.num_drafts, config.device),
         )
+
+    def _captured_chunks(self) -> PrefillGraphs | None:
+        """Full chunks of long prompts, captured where decode steps are; None where that cannot be."""
+        config, model = self.config, self.model
+        if self.graphs is None or not self.graphs.is_captured or not isinstance(model, DeepseekV41):
+            return None
+        mode = config.yoco_prefill_truncation_mode
+        if mode == "mask":
+            return None
+        graphs = PrefillGraphs(
+            self._forward_chunk,
+            min(config.chunk_tokens, config.step_tokens),
+            model.config.sliding_window,
+            -(-self.max_context_len // config.block_size),
+            config.block_size,
+            config.yoco_prefill_keep_tokens if mode == "compact" else None,
+            config.device,
+        )
+        try:
+            graphs.capture()
+        except RuntimeError as error:  # no room for it, for example
+            logger.warning("prefill runs without CUDA graphs: %s", str(error).partition("\n")[0])
+            return None
+        return graphs
+
+    def _forward_chunk(self, inputs: ModelInputs) -> tuple[Tensor, list[Tensor]]:
+        return self.forward(inputs), self.model.chosen_experts
 
     def decode_curve(self) -> DecodeCurve:
         """Milliseconds of a decode step by batch size. Measured at start-up where steps are captured, else on request.
@@ -210,8 +239,12 @@ class ModelRunner:
     def run(self, inputs: ModelInputs) -> Tensor:
         """The same, through a graph where there is one for the step."""
         if inputs.is_prefill or self.graphs is None:
+            chunks = self.prefill_graphs if inputs.is_prefill else None
+            shape = None if chunks is None else chunks.shape_of(inputs)
             with self._step_timer.scope("prefill" if inputs.is_prefill else "decode"):
-                logits, chosen = self.forward(inputs), self.model.chosen_experts
+                logits, chosen = (
+                    self._forward_chunk(inputs) if chunks is None or shape is None else chunks.run(inputs, shape)
+                )
         else:
             logits = self.graphs.run(inputs)
             chosen = self._chosen_experts[self.graphs.shape_of(*inputs.block_tables.shape)]

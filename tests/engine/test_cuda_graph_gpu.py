@@ -79,6 +79,35 @@ def test_a_replay_is_the_eager_step_bit_for_bit(dtype: str) -> None:
                 assert torch.equal(tensor.view(torch.uint8), new.view(torch.uint8))
 
 
+@pytest.mark.parametrize("mode", ["off", "compact"])
+def test_a_replayed_chunk_is_the_eager_chunk_bit_for_bit(mode: str) -> None:
+    runner = nano(
+        max_num_seqs=2, cuda_graphs=True, prefill_chunk_size=256, yoco_prefill_truncation_mode=mode,
+        yoco_prefill_keep_tokens=200,
+    )  # fmt: skip
+    chunks = runner.prefill_graphs
+    assert chunks is not None and chunks.capture_seconds > 0
+    assert {shape.kept for shape in chunks.shapes} == ({256} if mode == "off" else {0, 200})
+    for shape in chunks.shapes:
+        start = 0 if shape.is_first else shape.blocks * runner.config.block_size - 256
+        inputs = chunks.inputs(shape)
+        inputs.token_ids.copy_(torch.randint(3, runner.vocab_size, (256,)))
+        inputs.positions.copy_(torch.arange(start, start + 256))
+        inputs.context_lens.fill_(start + 256)
+        inputs.state_slots.fill_(1)
+        inputs.block_tables.copy_(torch.arange(1, shape.blocks + 1))
+        if inputs.keep_from is not None:
+            inputs.keep_from.fill_(start + 256 - shape.kept)
+        before = [tensor.clone() for tensor in cache_tensors(runner)]
+        eager = runner.forward(inputs).clone()
+        after = [tensor.clone() for tensor in cache_tensors(runner)]
+        for tensor, old in zip(cache_tensors(runner), before, strict=True):
+            tensor.copy_(old)
+        assert torch.equal(chunks.run(inputs, shape)[0], eager)
+        for tensor, new in zip(cache_tensors(runner), after, strict=True):
+            assert torch.equal(tensor.view(torch.uint8), new.view(torch.uint8))
+
+
 def answers(runner: ModelRunner, seed: int) -> tuple[dict[str, list[int]], int]:
     """Tokens of a random workload with arrivals over time and cancellations, and the number of preemptions."""
     chosen = random.Random(seed)
@@ -222,6 +251,8 @@ def test_parts_of_a_decode_step_are_timed_inside_the_graph(monkeypatch: pytest.M
     assert answers(runner, 1)[0] == expected
     torch.cuda.synchronize()
     times = runner.part_times()
+    prefill = times.pop("prefill")
+    assert prefill.count > 0 and prefill.median > 0
     assert set(times) == {"decode attention", "decode moe", "decode rest"}
     assert len({time.count for time in times.values()}) == 1
     whole = runner.decode_curve().step_ms(4)
