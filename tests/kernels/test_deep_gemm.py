@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_gemm import indexer
+from deepinfer.kernels.deep_gemm import indexer, moe_gemm
 from deepinfer.kernels.deep_gemm.activations import quantize_rows, row_scaled_weight
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
 from deepinfer.kernels.deep_gemm.fp8_few_rows import fp8_few_rows
@@ -320,11 +320,17 @@ GROUPS = [
 ]
 
 
+@pytest.fixture(params=[0, 1 << 20], ids=["many", "few"])
+def each_kernel(request, monkeypatch):
+    """The kernel for many tokens an expert and the one for few, whatever the tokens."""
+    monkeypatch.setattr(moe_gemm, "FEW_TOKENS", request.param)
+
+
 @gpu
 @hopper
 @pytest.mark.parametrize("room", [None, 210])
 @pytest.mark.parametrize("rows, columns, counts", GROUPS)
-def test_grouped_product(rows, columns, counts, room):
+def test_grouped_product(rows, columns, counts, room, each_kernel):
     torch.manual_seed(rows + columns)
     packed, scales = random_experts(len(counts), rows, columns, 6, "cuda")
     begins, count, total = ranges(counts, room)
@@ -353,7 +359,7 @@ def test_grouped_product(rows, columns, counts, room):
 @pytest.mark.parametrize(
     "inner, columns, counts", [(128, 128, [16, 0, 5]), (288, 480, [96, 97, 200, 0, 3]), (2304, 5120, [70, 50])]
 )
-def test_grouped_gate_and_up(inner, columns, counts):
+def test_grouped_gate_and_up(inner, columns, counts, each_kernel):
     torch.manual_seed(inner)
     packed, scales = random_experts(len(counts), 2 * inner, columns, 4, "cuda")
     begins, count, total = ranges(counts)
@@ -376,7 +382,7 @@ def test_grouped_gate_and_up(inner, columns, counts):
 @gpu
 @hopper
 @pytest.mark.parametrize("tokens, experts, slots", [(1, 8, 2), (64, 16, 6), (500, 24, 3)])
-def test_routed_experts_agree_with_the_reference(tokens, experts, slots):
+def test_routed_experts_agree_with_the_reference(tokens, experts, slots, each_kernel):
     torch.manual_seed(tokens)
     dim, inner = 256, 160
     w13, s13 = random_experts(experts, 2 * inner, dim, 3, "cuda")

@@ -1,21 +1,24 @@
 // Grouped products of a mixture of experts: for each expert, its MXFP4 weights times the FP8 rows of its tokens.
 //
 // The weights are the rows of the tensor cores' product and come from registers, widened there; tokens are its columns, so
-// that few tokens waste little. One warpgroup feeds tiles of 128 columns into a ring with the bulk copy engine, two multiply
-// 128 weight rows each. A tile has 256 weight rows and up to MAX_TOKENS tokens of one expert; blocks are persistent. Scales
+// that few tokens waste little. One warpgroup feeds tiles of 128 columns into a ring with the bulk copy engine, GROUPS share
+// the weight rows: two for many tokens, four for few, where widening takes longest and more warps hide its latencies. A tile
+// has 256 weight rows and up to MAX_TOKENS tokens of one expert; blocks are persistent. Scales
 // of the tokens (1 x 128) are applied to the tensor cores' sums, those of the weights' rows at the end. With programmatic
 // dependent launch weights are on their way while the kernel before still makes the tokens; it must not make the routing.
 //
 // GATE_UP: rows are 8 of w1 and 8 of w3 in turn; the result is SwiGLU, clamped, times the token's gate, as E4M3 rounded in
 // groups of 32 and scaled 1 x 128. Else the result is BF16.
-// Macros: GATE_UP, STAGES.
+// Macros: GATE_UP, STAGES, GROUPS (2, 4), MAX_TOKENS (96 or less, with 4 GROUPS at most 32).
 
 #include "fp4_weights.cuh"
 #include "products.cuh"
 #include "tma.cuh"
 
-#define MAX_TOKENS 96
 #define MAX_EXPERTS 1024
+#define WAVES (4 / GROUPS)  // products of 64 rows of a group
+#define MATH_THREADS (GROUPS * 128)
+#define THREADS (MATH_THREADS + 128)
 #define X_BYTES (MAX_TOKENS * 128)
 #define X_SCALES (X_BYTES + TILE_BYTES)  // in a stage: tokens, weights, scales of 128 tokens
 #define STAGE_BYTES ((X_SCALES + 512 + 1023) / 1024 * 1024)
@@ -26,7 +29,7 @@
 #define FACTORS (MAXIMA + 16 * MAX_TOKENS * 4)          // [4 groups of 32, tokens] of two floats
 #define STARTS (FACTORS + 4 * MAX_TOKENS * 8)
 #else
-#define STARTS (STAGING + 2 * MAX_TOKENS * 128)
+#define STARTS (STAGING + GROUPS * MAX_TOKENS * 128)
 #endif
 #define BARRIERS (STARTS + (MAX_EXPERTS + 8) * 4)
 
@@ -56,9 +59,9 @@ struct Tile {
     int expert, row_block, first, tokens;
 };
 
-// starts[e]: tiles of tokens of the experts before e. Each of the block's 384 threads takes some neighbouring experts.
+// starts[e]: tiles of tokens of the experts before e. Each of the block's threads takes some neighbouring experts.
 DEVICE void count_tiles(const Params& p, int* starts, int* warp_sums) {
-    const int each = (p.experts + 383) / 384, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int each = (p.experts + THREADS - 1) / THREADS, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int own = 0;
     for (int i = 0; i < each; i++) {
         int e = threadIdx.x * each + i;
@@ -149,12 +152,12 @@ struct Place {
 
 #if GATE_UP
 template <int N>
-DEVICE void write_tile(float (&total)[2][N / 2], const Params& p, const Tile& tile, u32 shared, const Place& at) {
+DEVICE void write_tile(float (&total)[WAVES][N / 2], const Params& p, const Tile& tile, u32 shared, const Place& at) {
     const u32 staging = shared + STAGING, maxima = shared + MAXIMA, factors = shared + FACTORS;
     const float* row_scales = p.row_scales + ((long long)tile.expert * p.row_blocks + tile.row_block) * TILE_ROWS;
 #pragma unroll
-    for (int w = 0; w < 2; w++) {
-        const int rows_64 = at.group * 2 + w, row = rows_64 * 64 + at.warp * 16 + at.lane / 4;
+    for (int w = 0; w < WAVES; w++) {
+        const int rows_64 = at.group * WAVES + w, row = rows_64 * 64 + at.warp * 16 + at.lane / 4;
         const float scale_1 = __ldg(row_scales + row), scale_3 = __ldg(row_scales + row + 8);
 #pragma unroll
         for (int i = 0; i < N / 4; i++) {  // total[i] of the first N / 4 becomes the result of the token
@@ -173,7 +176,7 @@ DEVICE void write_tile(float (&total)[2][N / 2], const Params& p, const Tile& ti
             if (at.lane / 4 == 0) store_float(maxima + ((rows_64 * 4 + at.warp) * MAX_TOKENS + token) * 4, amax);
         }
     }
-    named_sync(3, 256);
+    named_sync(1, MATH_THREADS);
     const int thread = threadIdx.x;
     if (thread < N) {
         u32 exponents[4], top = 0;
@@ -193,10 +196,10 @@ DEVICE void write_tile(float (&total)[2][N / 2], const Params& p, const Tile& ti
         if (thread < tile.tokens)
             p.out_scales[(long long)tile.row_block * p.out_scales_stride + tile.first + thread] = power_of_two(top);
     }
-    named_sync(3, 256);
+    named_sync(1, MATH_THREADS);
 #pragma unroll
-    for (int w = 0; w < 2; w++) {
-        const int rows_64 = at.group * 2 + w;
+    for (int w = 0; w < WAVES; w++) {
+        const int rows_64 = at.group * WAVES + w;
 #pragma unroll
         for (int i = 0; i < N / 4; i += 2) {
             const int token = i / 2 * 8 + 2 * at.c;
@@ -209,8 +212,8 @@ DEVICE void write_tile(float (&total)[2][N / 2], const Params& p, const Tile& ti
             asm volatile("st.shared.u8 [%0], %1;" ::"r"(target + STAGING_ROW), "r"(pair >> 8) : "memory");
         }
     }
-    named_sync(3, 256);
-    for (int token = thread / 8; token < tile.tokens; token += 32) {
+    named_sync(1, MATH_THREADS);
+    for (int token = thread / 8; token < tile.tokens; token += MATH_THREADS / 8) {
         const uint4 x = load_words(staging + token * STAGING_ROW + thread % 8 * 16);
         u8* target = p.out + (tile.first + token) * p.out_stride + tile.row_block * 128 + thread % 8 * 16;
         if (tile.row_block * 128 + thread % 8 * 16 < p.columns) store_global(target, x.x, x.y, x.z, x.w);
@@ -218,13 +221,13 @@ DEVICE void write_tile(float (&total)[2][N / 2], const Params& p, const Tile& ti
 }
 #else
 template <int N>
-DEVICE void write_tile(float (&total)[2][N / 2], const Params& p, const Tile& tile, u32 shared, const Place& at) {
+DEVICE void write_tile(float (&total)[WAVES][N / 2], const Params& p, const Tile& tile, u32 shared, const Place& at) {
     const u32 staging = shared + STAGING + at.group * MAX_TOKENS * 128;  // [tokens, 64 features], swizzled like x
     const float* row_scales = p.row_scales + ((long long)tile.expert * p.row_blocks + tile.row_block) * TILE_ROWS;
     const int thread = threadIdx.x % 128;
 #pragma unroll
-    for (int w = 0; w < 2; w++) {
-        const int rows_64 = at.group * 2 + w, row = rows_64 * 64 + at.warp * 16 + at.lane / 4;
+    for (int w = 0; w < WAVES; w++) {
+        const int rows_64 = at.group * WAVES + w, row = rows_64 * 64 + at.warp * 16 + at.lane / 4;
         const float upper = __ldg(row_scales + row), lower = __ldg(row_scales + row + 8);
         named_sync(1 + at.group, 128);  // the buffer was read
 #pragma unroll
@@ -254,43 +257,47 @@ DEVICE void write_tile(float (&total)[2][N / 2], const Params& p, const Tile& ti
 
 template <int N>
 DEVICE void multiply_tile(const Params& p, const Tile& tile, u32 shared, u32 full, u32 empty, Ring& ring, const Place& at) {
-    float total[2][N / 2], sum[N / 2];
-    u32 a[2][4][4];
+    float total[WAVES][N / 2], sum[N / 2];
+    u32 a[2][4][4];  // of this product and the next
 #pragma unroll
-    for (int w = 0; w < 2; w++)
+    for (int w = 0; w < WAVES; w++)
 #pragma unroll
         for (int i = 0; i < N / 2; i++) total[w][i] = 0.0f;
     barrier_wait(full + ring.stage * 8, ring.parity);
-    widen(load_codes(shared + ring.stage * STAGE_BYTES + X_BYTES, at.group * 2, at.warp, at.lane), a[0]);
-    for (int k = 0; k < p.k_blocks; k++) {
-        const u32 stage = shared + ring.stage * STAGE_BYTES, release = empty + ring.stage * 8;
-        const u32 scales = stage + X_SCALES + ((tile.first & 3) + 2 * at.c) * 4;
-        const u64 x = matrix_descriptor(stage);
+    widen(load_codes(shared + ring.stage * STAGE_BYTES + X_BYTES, at.group * WAVES, at.warp, at.lane), a[0]);
+    for (int first = 0; first < p.k_blocks * WAVES; first += 2) {
 #pragma unroll
-        for (int w = 0; w < 2; w++) {
+        for (int i = 0; i < 2; i++) {
+            const int w = i % WAVES;
+            const bool last_wave = w == WAVES - 1, more = first + i + 1 < p.k_blocks * WAVES;
+            if (WAVES == 1 && first + i >= p.k_blocks) break;
+            const u32 stage = shared + ring.stage * STAGE_BYTES, release = empty + ring.stage * 8;
+            const u32 scales = stage + X_SCALES + ((tile.first & 3) + 2 * at.c) * 4;
+            const u64 x = matrix_descriptor(stage);
             fence_registers(sum);
 #pragma unroll
-            for (int s = 0; s < 4; s++) fence_registers(a[w][s]);
+            for (int s = 0; s < 4; s++) fence_registers(a[i][s]);
             wgmma_fence();
 #pragma unroll
-            for (int s = 0; s < 4; s++) multiply(sum, a[w][s], x + 2 * s, s);
+            for (int s = 0; s < 4; s++) multiply(sum, a[i][s], x + 2 * s, s);
             wgmma_commit();
-            if (w == 0) {  // the next operand is widened while the product runs
-                widen(load_codes(stage + X_BYTES, at.group * 2 + 1, at.warp, at.lane), a[1]);
+            if (!last_wave) {  // the next operand is widened while the product runs
+                widen(load_codes(stage + X_BYTES, at.group * WAVES + w + 1, at.warp, at.lane), a[1 - i]);
             } else {
                 ring.next();
-                if (k + 1 < p.k_blocks) {
+                if (more) {
                     barrier_wait(full + ring.stage * 8, ring.parity);
-                    widen(load_codes(shared + ring.stage * STAGE_BYTES + X_BYTES, at.group * 2, at.warp, at.lane), a[0]);
+                    const u32 codes = shared + ring.stage * STAGE_BYTES + X_BYTES;
+                    widen(load_codes(codes, at.group * WAVES, at.warp, at.lane), a[1 - i]);
                 }
             }
             fence_registers(sum);
 #pragma unroll
-            for (int s = 0; s < 4; s++) fence_registers(a[1 - w][s]);  // widened before the wait
+            for (int s = 0; s < 4; s++) fence_registers(a[1 - i][s]);  // widened before the wait
             wgmma_wait<0>();
             fence_registers(sum);
 #pragma unroll
-            for (int s = 0; s < 4; s++) fence_registers(a[w][s]);
+            for (int s = 0; s < 4; s++) fence_registers(a[i][s]);
 #pragma unroll
             for (int j = 0; j < N / 8; j++) {
                 const float first = load_float(scales + 32 * j), second = load_float(scales + 32 * j + 4);
@@ -299,37 +306,39 @@ DEVICE void multiply_tile(const Params& p, const Tile& tile, u32 shared, u32 ful
                 total[w][4 * j + 2] += sum[4 * j + 2] * first;
                 total[w][4 * j + 3] += sum[4 * j + 3] * second;
             }
+            if (last_wave) {
+                __syncwarp();
+                if (at.lane == 0) barrier_arrive(release);
+            }
         }
-        __syncwarp();
-        if (at.lane == 0) barrier_arrive(release);
     }
     write_tile<N>(total, p, tile, shared, at);
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_gemm(const __grid_constant__ Params p, const __grid_constant__ TensorMap x_map,
              const __grid_constant__ TensorMap scale_map) {
     extern __shared__ __align__(1024) u8 memory[];
     const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + STAGES * 8;
     int* starts = (int*)(memory + STARTS);
     let_next_kernel_start();  // as soon as processors are free
-    if (threadIdx.x == 256) {
+    if (threadIdx.x == MATH_THREADS) {
         prefetch_map(&x_map);
         prefetch_map(&scale_map);
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + i * 8, 1);
-            barrier_init(empty + i * 8, 8);  // warps that read the buffer
+            barrier_init(empty + i * 8, GROUPS * 4);  // warps that read the buffer
         }
         barrier_fence_init();
     }
     count_tiles(p, starts, (int*)(memory + STAGING));
-    if (threadIdx.x >= 256) {
+    if (threadIdx.x >= MATH_THREADS) {
         fewer_registers<24>();
-        if (__shfl_sync(~0u, threadIdx.x / 32, 0) == 8 && elect_one())
+        if (__shfl_sync(~0u, threadIdx.x / 32, 0) == GROUPS * 4 && elect_one())
             feed(p, &x_map, &scale_map, starts, shared, full, empty);
         return;
     }
-    more_registers<240>();
+    more_registers<GROUPS == 2 ? 240 : 112>();
     Ring ring;
     Place at;
     at.group = __shfl_sync(~0u, threadIdx.x / 128, 0), at.warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
@@ -342,10 +351,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         switch (product_size(tile.tokens)) {
             case 16: multiply_tile<16>(p, tile, shared, full, empty, ring, at); break;
             case 32: multiply_tile<32>(p, tile, shared, full, empty, ring, at); break;
+#if MAX_TOKENS > 32
             case 48: multiply_tile<48>(p, tile, shared, full, empty, ring, at); break;
             case 64: multiply_tile<64>(p, tile, shared, full, empty, ring, at); break;
             case 80: multiply_tile<80>(p, tile, shared, full, empty, ring, at); break;
             default: multiply_tile<96>(p, tile, shared, full, empty, ring, at); break;
+#endif
         }
     }
 }

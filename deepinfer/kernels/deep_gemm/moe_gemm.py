@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 
 SOURCE = Path(__file__).parent / "moe_gemm.cu"
 MAX_EXPERTS = 1024
-STAGES = 6
-SHARED_BYTES = 222_000  # stages, staging of the result, tables
+SHARED_BYTES = 232_448  # of a block on Hopper
+FEW_TOKENS = 16  # of an expert on average, up to which the kernel for few is the faster
 
 
 class _Params(ctypes.Structure):
@@ -40,19 +41,36 @@ class _Params(ctypes.Structure):
     ]
 
 
-def build(gate_up: bool) -> Build:
-    """What to compile."""
-    return Build("moe_gemm", SOURCE, {"GATE_UP": int(gate_up), "STAGES": STAGES})
+@dataclass(frozen=True)
+class _Variant:
+    """Gate and up or down; for few tokens an expert or for many."""
+
+    gate_up: bool
+    few: bool
+
+    @property
+    def groups(self) -> int:
+        return 4 if self.few else 2
+
+    @property
+    def threads(self) -> int:
+        return self.groups * 128 + 128
+
+    def build(self) -> Build:
+        """What to compile."""
+        tokens, stages = (32, 9) if self.few else (96, 6)
+        defines = {"GATE_UP": int(self.gate_up), "STAGES": stages, "GROUPS": self.groups, "MAX_TOKENS": tokens}
+        return Build("moe_gemm", SOURCE, dict(defines))
 
 
 def builds() -> list[Build]:
-    """Both products of an expert."""
-    return [build(True), build(False)]
+    """Both products of an expert, for few tokens and for many."""
+    return [_Variant(gate_up, few).build() for gate_up in (True, False) for few in (True, False)]
 
 
 @cache
-def _kernel(gate_up: bool) -> Kernel:
-    return Kernel(build(gate_up), SHARED_BYTES)
+def _kernel(variant: _Variant) -> Kernel:
+    return Kernel(variant.build(), SHARED_BYTES)
 
 
 def _launch(
@@ -78,9 +96,10 @@ def _launch(
     params.weights, params.row_scales = weights.tiles.data_ptr(), weights.row_scales.data_ptr()
     params.begins, params.counts = begins.data_ptr(), counts.data_ptr()
     params.experts, params.row_blocks, params.k_blocks = experts, row_blocks, k_blocks
-    _kernel(weights.gate_up).launch(
+    variant = _Variant(weights.gate_up, rows <= FEW_TOKENS * experts)
+    _kernel(variant).launch(
         (processors(x.device.index), 1, 1),
-        (384, 1, 1),
+        (variant.threads, 1, 1),
         params,
         tensor_map(x, (16, 128), 128),
         tensor_map(row_scales_layout(x_scales).T, (1, 128), 0),
