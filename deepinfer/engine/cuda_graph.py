@@ -2,10 +2,10 @@
 
 A decode step launches hundreds of small kernels; a graph launches them with one call. It is frozen: shapes and
 addresses are those of the capture. So a step is padded to the next shape of a ladder and its inputs are written to
-stable buffers (step_buffers.py). Prefill stays eager: its shapes vary too much, and its kernels are long.
+stable buffers (step_buffers.py). Prefill steps vary more: see prefill_graphs.py.
 
-On a CPU the same class runs the padded steps eagerly, or through torch.compile. A draft model gets a second instance
-with another forward function.
+On a CPU the same class runs the padded steps eagerly, or through torch.compile. What runs between two steps, such as a
+draft head, is captured by row_graphs.py.
 """
 
 from __future__ import annotations
