@@ -12,6 +12,7 @@ import typer
 from deepinfer import envs
 from deepinfer.commands import bench, chat, deepspec, doctor, generate, kernels, plan, recipe, run_batch, serve
 from deepinfer.commands.options import examples
+from deepinfer.errors import EngineStoppedError
 
 app = typer.Typer(
     name="deepinfer",
@@ -100,8 +101,9 @@ def main(arguments: list[str] | None = None) -> None:
         bad_input = isinstance(error, ValueError | OSError) or hasattr(error, "format_message")
         if type(error).__name__ == "Abort":
             sys.exit(130)
-        prefix = "error:" if bad_input else f"error: unexpected {type(error).__name__}:"
-        suffix = "" if bad_input else " (DEEPINFER_DEBUG=1 shows where)"
+        explains_itself = bad_input or isinstance(error, EngineStoppedError)
+        prefix = "error:" if explains_itself else f"error: unexpected {type(error).__name__}:"
+        suffix = "" if explains_itself else " (DEEPINFER_DEBUG=1 shows where)"
         print(f"{prefix} {describe(error)}{suffix}", file=sys.stderr)
         sys.exit(2 if bad_input else 1)
     sys.exit(code if isinstance(code, int) else 0)

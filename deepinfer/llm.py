@@ -30,7 +30,8 @@ class LLM:
 
     Args:
         model: "nano" or a checkpoint folder (config.json, safetensors, tokenizer.json).
-        config: engine settings; or give its fields as keywords, e.g. LLM("nano", max_num_seqs=8).
+        config: engine settings; or give its fields as keywords, e.g. LLM("nano", max_num_seqs=8). Without a config or a
+            device the model runs on a GPU if there is one.
 
     Raises:
         ValueError: unknown model, bad checkpoint or bad setting, naming it.
@@ -43,7 +44,7 @@ class LLM:
         if unknown:
             known = ", ".join(EngineConfig.__dataclass_fields__)
             raise ValueError(f"unknown engine option {', '.join(sorted(unknown))}; known are {known}")
-        config = config or EngineConfig(**engine_options)
+        config = config or EngineConfig(**{"device": "auto"} | engine_options)
         path = resolve_model(model)
         tokenizer = load_tokenizer(path) if (path / "tokenizer.json").is_file() else None
         self._setup(load_engine(model, config), tokenizer)

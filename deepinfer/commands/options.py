@@ -73,7 +73,7 @@ PrefillChunkSize = Annotated[
 ]
 KvCacheDtype = Annotated[str | None, _engine("auto, fp32, bf16, fp8 or fp64.")]
 Dtype = Annotated[str | None, _engine("Arithmetic: auto, fp32, bf16 or fp64.")]
-Device = Annotated[str | None, _engine("cpu, cuda or cuda:N; default: cpu.")]
+Device = Annotated[str | None, _engine("auto, cpu, cuda or cuda:N; default: auto, a GPU if there is one.")]
 NumBlocks = Annotated[
     int | None,
     _engine(
@@ -81,7 +81,19 @@ NumBlocks = Annotated[
     ),
 ]
 CacheMemory = Annotated[
-    str | None, _engine("Memory for the KV cache, e.g. 40GiB; default: 2GiB, or less if that is enough.")
+    str | None,
+    _engine(
+        "Memory for the KV cache, e.g. 40GiB, or less if that is enough; default: 2GiB, on a GPU what "
+        "--gpu-memory-utilization leaves."
+    ),
+]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    _engine(
+        "Share of a GPU's memory for weights and caches; default: 0.9.",
+        "--gpu-memory-utilization",
+        "--mem-fraction-static",
+    ),
 ]
 PreemptionMode = Annotated[
     str | None, _engine("When the cache is full: recompute a sequence later, or swap it to host memory.")
@@ -114,6 +126,7 @@ ENGINE: Group = {
     "dtype": (Dtype, None),
     "device": (Device, None),
     "cache_memory": (CacheMemory, None),
+    "gpu_memory_utilization": (GpuMemoryUtilization, None),
 }
 
 
@@ -206,7 +219,7 @@ def make_engine_config(
     """EngineConfig from command-line values; None means the default.  Raises ValueError naming the field."""
     from deepinfer.config.engine import EngineConfig
 
-    values = {name: value for name, value in given.items() if value is not None}
+    values = {"device": "auto"} | {name: value for name, value in given.items() if value is not None}
     counts = {
         "max_num_seqs": max_num_seqs,
         "max_model_len": max_model_len,

@@ -1,13 +1,15 @@
-"""The engine process as its parent sees it: how it is started, how many threads it gets, how it ended."""
+"""The engine process as its parent sees it: how it is started and spoken to, how many threads it gets, how it ended."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
-from deepinfer.engine.messages import Connection, EngineMessage, Failed
+from deepinfer.engine.messages import Connection, EngineMessage, Failed, ServerMessage
 from deepinfer.errors import EngineStoppedError
 
 
@@ -25,7 +27,7 @@ def default_threads() -> int:
 
 
 class Child:
-    """A process that waits for a Start message to load a model and run an engine; `connection` leads to it."""
+    """A process that waits for a Start message to load a model and run an engine."""
 
     def __init__(self, threads: int) -> None:
         ours, theirs = socket.socketpair()
@@ -40,12 +42,55 @@ class Child:
             raise
         finally:
             theirs.close()
-        self.connection: Connection[EngineMessage] = Connection(ours, EngineMessage)
+        self.sock = ours
+        self._connection: Connection[EngineMessage] = Connection(ours, EngineMessage)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def send(self, message: ServerMessage) -> None:
+        """Never blocks. A process that is gone hears nothing: `receive` says so."""
+        try:
+            self._connection.send(message)
+        except OSError:
+            return
+        self._send_rest()
+
+    def receive(self) -> list[EngineMessage]:
+        """What has come; never blocks. Raises EOFError if nothing has, and nothing will."""
+        return self._connection.receive()
+
+    def listen(self, loop: asyncio.AbstractEventLoop, on_readable: Callable[[], None]) -> None:
+        """Call `on_readable` in this event loop when there is something to `receive`, and send there what waits."""
+        self._loop = loop
+        loop.add_reader(self.sock, on_readable)
+        self._send_rest()
+
+    def hang_up(self) -> bool:
+        """Close the socket, and so end the process. False if that has been done."""
+        if self.sock.fileno() < 0:
+            return False
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self.sock)
+            self._loop.remove_writer(self.sock)
+        self.sock.close()
+        return True
 
     def kill(self) -> int:
         """Returns the exit code."""
         self.process.kill()
         return self.process.wait()
+
+    def _send_rest(self) -> None:
+        if self._connection.has_unsent and self._loop is not None:
+            self._loop.add_writer(self.sock, self._flush)
+
+    def _flush(self) -> None:
+        assert self._loop is not None
+        try:
+            self._connection.flush()
+        except OSError:
+            self._loop.remove_writer(self.sock)
+        if not self._connection.has_unsent:
+            self._loop.remove_writer(self.sock)
 
 
 def ending(code: int) -> str:

@@ -13,36 +13,26 @@ import socket
 import subprocess
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine import messages
 from deepinfer.engine.checks import check_request
 from deepinfer.engine.child import Child, default_threads, died_loading, ending, start_error
 from deepinfer.engine.mailbox import Deliver, Leave, outputs_of
 from deepinfer.engine.messages import (
-    Abort,
-    AddRequest,
-    Compile,
-    Compiled,
     EngineMessage,
     ExpertCommand,
     ExpertReport,
-    Heartbeat,
-    Output,
-    Ready,
-    RecordExperts,
-    Refused,
     ServerMessage,
-    Start,
-    StepOutputs,
     output_from_wire,
     params_to_wire,
 )
+from deepinfer.engine.questions import Questions
 from deepinfer.engine.remote_statistics import RemoteStatistics
 from deepinfer.errors import EngineStoppedError
 from deepinfer.outputs import EngineStats, RequestOutput
@@ -96,13 +86,12 @@ class EngineClient:
         log_format: str = "text",
         threads: int | None = None,
     ):
-        self._start = Start(str(model), asdict(config or EngineConfig()), log_level, log_format)
+        self._start = messages.Start(str(model), asdict(config or EngineConfig()), log_level, log_format)
         self._threads = threads or default_threads()
         self._silence = envs.get("DEEPINFER_ENGINE_TIMEOUT")
         self._requests: dict[int, _Request] = {}
         self._numbers: dict[str, int] = {}  # of the requests in progress
-        self._expert_reports: deque[asyncio.Future[ExpertReport]] = deque()  # asked for, in this order
-        self._compiles: dict[int, asyncio.Future[None]] = {}
+        self._questions = Questions()
         self._next_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog: asyncio.TimerHandle | None = None
@@ -113,6 +102,7 @@ class EngineClient:
         self.num_restarts = 0
         self.statistics = RemoteStatistics()
         self.vocab_size = self.max_model_len = 0
+        self.device = ""
         self._stats = EngineStats(0, 0, 1, 1, 0, 0, 0)
         self.start_error: Exception | None = None
         self._was_ready = False
@@ -123,8 +113,8 @@ class EngineClient:
     def _wait_until_ready(self) -> None:
         try:
             while self.state == "starting":
-                select.select([self._child.connection.sock], [], [])
-                for message in self._child.connection.receive():
+                select.select([self._child.sock], [], [])
+                for message in self._child.receive():
                     self._handle(message)
         except EOFError:
             self.state = "dead"
@@ -200,40 +190,35 @@ class EngineClient:
         prompt = list(prompt_token_ids)
         self._requests[number] = _Request(request_id, prompt, deliver)
         self._numbers[request_id] = number
-        self._send(AddRequest(number, prompt, params_to_wire(params)))
+        self._child.send(messages.AddRequest(number, prompt, params_to_wire(params)))
         return partial(self._leave, number)
 
     def _leave(self, number: int) -> None:
         if self._forget(number):
-            self._send(Abort(number))
+            self._child.send(messages.Abort(number))
 
     def abort(self, request_id: str) -> None:
         """End a request from outside; its consumer gets a last output with finish reason "abort"."""
         if request_id in self._numbers:
-            self._send(Abort(self._numbers[request_id]))
+            self._child.send(messages.Abort(self._numbers[request_id]))
 
     async def compile(self, so_args: Mapping[str, Any]) -> None:
         """Have the grammar of structured output ready. Raises ValueError naming the field, EngineStoppedError."""
-        self.attach()
-        self._check_running()
-        number = self._next_number
-        self._next_number += 1
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._compiles[number] = answer
-        try:
-            self._send(Compile(number, dict(so_args)))
-            await answer
-        finally:
-            self._compiles.pop(number, None)
+        await self._ask(lambda number: messages.Compile(number, dict(so_args)))
 
     async def record_experts(self, command: ExpertCommand) -> ExpertReport:
         """Start, stop or show the record of how many tokens each expert got.  Raises EngineStoppedError."""
+        return await self._ask(lambda number: messages.RecordExperts(number, command))
+
+    async def pause(self, pause: bool) -> None:
+        """Make no step and keep what runs, or go on. Returns when no step is in progress. Raises EngineStoppedError."""
+        await self._ask(lambda number: messages.Pause(number, pause))
+
+    async def _ask(self, message: Callable[[int], ServerMessage]) -> Any:
+        """The answer of the process to a message that carries a number."""
         self.attach()
         self._check_running()
-        report: asyncio.Future[ExpertReport] = asyncio.get_running_loop().create_future()
-        self._expert_reports.append(report)
-        self._send(RecordExperts(command))
-        return await asyncio.shield(report)  # the answer comes in any case, and must find its place
+        return await self._questions.ask(lambda number: self._child.send(message(number)))
 
     def stats(self) -> EngineStats:
         """As of the latest step."""
@@ -252,19 +237,19 @@ class EngineClient:
             self.state = "dead"
             self._reason = "the engine is closed"
             try:
-                self._child.connection.sock.shutdown(socket.SHUT_WR)
+                self._child.sock.shutdown(socket.SHUT_WR)
                 self._child.process.wait(CLOSE_SECONDS if was_ready else 0)  # one that loads a model does not listen
             except (OSError, subprocess.TimeoutExpired):
                 self._child.kill()
             if self._loop is None or self._loop.is_closed():
-                self._child.connection.sock.close()
+                self._child.hang_up()
             elif self._loop is _running_loop():
                 self._hang_up()
             else:
                 try:
                     self._loop.call_soon_threadsafe(self._hang_up)
                 except RuntimeError:  # closed a moment ago
-                    self._child.connection.sock.close()
+                    self._child.hang_up()
 
     def _check_running(self) -> None:
         if self.state != "ready":
@@ -278,37 +263,18 @@ class EngineClient:
             self._reason = "the engine is starting: it loads the model"
         self._child = Child(self._threads)
         self._heard = time.monotonic()
-        self._send(self._start)
-
-    def _send(self, message: ServerMessage) -> None:
-        try:
-            self._child.connection.send(message)
-        except OSError:
-            return  # it died: reading says so as well, and there it is dealt with
-        if self._child.connection.has_unsent and self._loop is not None:
-            self._loop.add_writer(self._child.connection.sock, self._flush)
-
-    def _flush(self) -> None:
-        assert self._loop is not None
-        try:
-            self._child.connection.flush()
-        except OSError:
-            self._loop.remove_writer(self._child.connection.sock)
-        if not self._child.connection.has_unsent:
-            self._loop.remove_writer(self._child.connection.sock)
+        self._child.send(self._start)
 
     def _listen(self) -> None:
         assert self._loop is not None
-        self._loop.add_reader(self._child.connection.sock, self._on_readable)
-        if self._child.connection.has_unsent:
-            self._loop.add_writer(self._child.connection.sock, self._flush)
+        self._child.listen(self._loop, self._on_readable)
         self._heard = time.monotonic()
         self._watch_silence()
 
     def _on_readable(self) -> None:
         self._heard = time.monotonic()
         try:
-            for message in self._child.connection.receive():
+            for message in self._child.receive():
                 self._handle(message)
         except EOFError:
             self._hang_up()
@@ -317,30 +283,27 @@ class EngineClient:
             self._child.process.kill()
 
     def _handle(self, message: EngineMessage) -> None:
-        if isinstance(message, StepOutputs):
+        if isinstance(message, messages.StepOutputs):
             self._stats = message.stats
             for output in message.outputs:
                 self._deliver(output)
-        elif isinstance(message, Heartbeat):
+        elif isinstance(message, messages.Heartbeat):
             self._stats = message.stats
             self.statistics.update(message.window, message.totals)
-        elif isinstance(message, ExpertReport):
-            self._expert_reports.popleft().set_result(message)
-        elif isinstance(message, Compiled):
-            answer = self._compiles.get(message.number)
-            if answer is not None and not answer.done():
-                if message.error is None:
-                    answer.set_result(None)
-                else:
-                    answer.set_exception(ValueError(message.error))
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.ExpertReport):
+            self._questions.answer(message.number, message)
+        elif isinstance(message, messages.Paused):
+            self._questions.answer(message.number, None)
+        elif isinstance(message, messages.Compiled):
+            self._questions.answer(message.number, None if message.error is None else ValueError(message.error))
+        elif isinstance(message, messages.Refused):
             request = self._requests.get(message.number)
             if request is not None:
                 self._forget(message.number)
                 request.deliver(ValueError(message.message))
-        elif isinstance(message, Ready):
+        elif isinstance(message, messages.Ready):
             self.vocab_size, self.max_model_len = message.vocab_size, message.max_model_len
-            self._stats = message.stats
+            self._stats, self.device = message.stats, message.device
             self.state, self._ready_since, self._was_ready = "ready", time.monotonic(), True
         elif not self._was_ready:  # starting it again would end in the same way
             self.state, self.start_error = "dead", start_error(message)
@@ -348,7 +311,7 @@ class EngineClient:
         else:
             logger.error("the engine could not be restarted: %s", message.message)
 
-    def _deliver(self, output: Output) -> None:
+    def _deliver(self, output: messages.Output) -> None:
         request = self._requests.get(output.number)
         if request is None:
             return  # its consumer has left
@@ -378,12 +341,9 @@ class EngineClient:
 
     def _hang_up(self) -> None:
         """The process is dead, or about to be: fail its requests and plan a restart."""
-        if self._child.connection.sock.fileno() < 0:
+        if not self._child.hang_up():
             return
         assert self._loop is not None
-        self._loop.remove_reader(self._child.connection.sock)
-        self._loop.remove_writer(self._child.connection.sock)
-        self._child.connection.sock.close()
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._closed:
@@ -399,11 +359,7 @@ class EngineClient:
             self._restart = self._loop.create_task(self._restart_after_death())
         self._stats = replace(self._stats, num_waiting=0, num_running=0, num_free_blocks=self._stats.num_blocks)
         self.statistics.restart()
-        while self._expert_reports:
-            self._expert_reports.popleft().set_exception(EngineStoppedError(self._reason))
-        for answer in self._compiles.values():
-            if not answer.done():
-                answer.set_exception(EngineStoppedError(self._reason))
+        self._questions.fail_all(EngineStoppedError(self._reason))
         requests, self._requests, self._numbers = self._requests, {}, {}
         for request in requests.values():
             request.deliver(EngineStoppedError(self._reason))

@@ -1,6 +1,6 @@
 """From a model's name or folder to a running Engine."""
 
-import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,8 +10,6 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.model_path import PACKAGED_MODELS, resolve_model
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.structured.loading import grammar_compiler
-
-logger = logging.getLogger(__name__)
 
 __all__ = ["PACKAGED_MODELS", "check_device", "load_engine", "resolve_model"]
 
@@ -33,15 +31,15 @@ def load_engine(model: str | Path, config: EngineConfig | None = None) -> Engine
 
     Raises ValueError for a bad model, config or checkpoint.
     """
-    config = config or EngineConfig()
+    config = config or EngineConfig(device="auto")
+    if config.device == "auto":
+        config = replace(config, device="cuda" if torch.cuda.is_available() else "cpu")
     if config.kind not in ("normal", "completion"):
         raise ValueError(
             f"kind (DEEPINFER_ENGINE_KIND) must be normal or completion, got {config.kind!r}: such an engine needs "
             "another one beside it, and nothing moves sequences between processes yet"
         )
     check_device(config.device)
-    if config.device == "cpu" and torch.cuda.is_available():
-        logger.warning("running on the CPU although there is a GPU; device cuda (--device cuda) uses it")
     path = resolve_model(model)
     runner = ModelRunner.from_checkpoint(path, config)
     engine = Engine(runner, config, runner.eos_token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deepinfer.config.engine import EngineConfig
+from deepinfer.config.engine import DEFAULT_CACHE_BYTES, EngineConfig
 
 
 def available_memory() -> int | None:
@@ -29,6 +29,27 @@ def available_on(device: str) -> int | None:
     import torch
 
     return torch.cuda.mem_get_info(torch.device(device))[0]
+
+
+def default_cache_bytes(config: EngineConfig, slot_bytes: int) -> int:
+    """What the cache blocks may take where the configuration does not say; call when the weights are loaded.
+
+    On a GPU: gpu_memory_utilization of its memory, less what is in use and the sequences' slots of `slot_bytes` each.
+    Raises ValueError if nothing is left of it.
+    """
+    if config.device == "cpu":
+        return DEFAULT_CACHE_BYTES
+    import torch
+
+    free, total = torch.cuda.mem_get_info(torch.device(config.device))
+    left = int(total * config.gpu_memory_utilization) - (total - free) - (config.max_num_seqs + 1) * slot_bytes
+    if left <= 0 and config.num_blocks is None and config.cache_memory_bytes is None:
+        raise ValueError(
+            f"gpu_memory_utilization is {config.gpu_memory_utilization}: {total - free:,} of {total:,} bytes of "
+            f"{config.device} are in use and {config.max_num_seqs} sequences take {slot_bytes:,} each, which leaves "
+            "nothing for cache blocks"
+        )
+    return max(left, 0)
 
 
 def check_caches_fit(config: EngineConfig, num_blocks: int, block_bytes: int, slot_bytes: int) -> None:

@@ -59,6 +59,7 @@ class Abort(_Message, tag=3):
 class RecordExperts(_Message, tag=4):
     """Answered with an ExpertReport, whatever the command."""
 
+    number: int
     command: ExpertCommand
 
 
@@ -69,13 +70,21 @@ class Compile(_Message, tag=5):
     so_args: dict[str, Any]
 
 
-ServerMessage = Start | AddRequest | Abort | RecordExperts | Compile
+class Pause(_Message, tag=6):
+    """Make no step until a further Pause says so, and keep what runs. Answered with Paused."""
+
+    number: int
+    pause: bool
+
+
+ServerMessage = Start | AddRequest | Abort | RecordExperts | Compile | Pause
 
 
 class Ready(_Message, tag=1):
     vocab_size: int
     max_model_len: int
     stats: EngineStats
+    device: str
 
 
 class Failed(_Message, tag=2):
@@ -131,6 +140,7 @@ class Heartbeat(_Message, tag=5):
 class ExpertReport(_Message, tag=6):
     """The expert record of the engine's statistics; `counts` [layers][experts] only if they were asked for."""
 
+    number: int
     is_recording: bool
     num_steps: int
     counts: list[list[int]] | None = None
@@ -143,17 +153,23 @@ class Compiled(_Message, tag=7):
     error: str | None = None
 
 
-EngineMessage = Ready | Failed | Refused | StepOutputs | Heartbeat | ExpertReport | Compiled
+class Paused(_Message, tag=8):
+    """No step is in progress, or steps go on."""
+
+    number: int
 
 
-def record_experts(experts: ExpertRecord, command: ExpertCommand) -> ExpertReport:
-    """Obey the command; in the engine's thread."""
+EngineMessage = Ready | Failed | Refused | StepOutputs | Heartbeat | ExpertReport | Compiled | Paused
+
+
+def record_experts(experts: ExpertRecord, command: ExpertCommand, number: int = 0) -> ExpertReport:
+    """Obey the command that came under this number; in the engine's thread."""
     if command == "start":
         experts.start()
     elif command == "stop":
         experts.stop()
     counts = experts.counts if command == "dump" else None
-    return ExpertReport(experts.is_recording, experts.num_steps, None if counts is None else counts.tolist())
+    return ExpertReport(number, experts.is_recording, experts.num_steps, None if counts is None else counts.tolist())
 
 
 _DEFAULT_PARAMS = SamplingParams()

@@ -18,7 +18,7 @@ from deepinfer.server.state import owner_of, server_state
 
 router = APIRouter()
 MAX_NAMES = 1024  # each is looked for among all that runs
-PAUSE_MODES = ("abort", "wait")
+PAUSE_MODES = ("abort", "wait", "keep")
 POLL_SECONDS = 0.01
 PROFILER_SECONDS = 60.0  # for the step in progress to end, and its trace to be written
 
@@ -76,13 +76,19 @@ def _abort(request: Request, names: list[str] | None) -> dict[str, Any]:
 async def pause(request: Request, mode: str = "abort") -> dict[str, Any]:
     """Let nothing generate until /resume: new requests wait.  The answer comes when the engine is at rest.
 
-    Requests in progress are aborted, or with `mode=wait` may finish.  The mode may also be in a JSON body (SGLang).
+    Requests in progress are aborted, with `mode=wait` may finish, with `mode=keep` stand still and go on at /resume.
+    The mode may also be in a JSON body (SGLang).
     """
     if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
         mode = (await read_json(request)).get("mode", mode)
     if mode not in PAUSE_MODES:
         raise ApiError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {str(mode)[:200]!r}", param="mode")
     state = server_state(request)
+    if mode == "keep":
+        state.check_serving()
+        state.gate.close()
+        await state.text.engine.pause(True)
+        return {"status": "paused" if state.gate.is_closed else "resumed"}
     state.gate.close()
     if mode == "abort":
         for engine_id in state.running.engine_ids:
@@ -96,7 +102,10 @@ async def pause(request: Request, mode: str = "abort") -> dict[str, Any]:
 @router.post("/continue_generation", include_in_schema=False)
 async def resume(request: Request) -> dict[str, Any]:
     """End a pause: the requests that wait run, in order of arrival."""
-    server_state(request).gate.open()
+    state = server_state(request)
+    state.gate.open()
+    if state.text.engine.state == "ready":  # one that was started again meanwhile is not paused
+        await state.text.engine.pause(False)
     return {"status": "resumed"}
 
 

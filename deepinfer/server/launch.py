@@ -162,6 +162,7 @@ class DrainingServer(uvicorn.Server):
             self.is_announced = True
             print(f"serving {self.state.text.name!r} at {self.url}/v1", flush=True)
             config, num_blocks = self.state.engine_config, self.state.text.engine.stats().num_blocks
+            config["device"] = self.state.text.engine.device  # "auto" is replaced where the model is loaded
             logger.info(
                 "on %s: context of %s tokens, KV cache of %s tokens, at most %s sequences at a time",
                 config["device"],

@@ -114,7 +114,40 @@ def test_pause_and_resume(server: Server, mode: str, names: tuple[str, str]) -> 
     assert answers["late"]["usage"]["completion_tokens"] == 5
     assert server.http.get("/is_paused").json() == {"is_paused": False}
     assert httpx.get(f"{server.url}/ready").status_code == 200
-    check_shape(server.http.post(pause, json={"mode": "keep"}), 400, "mode")
+    check_shape(server.http.post(pause, json={"mode": "freeze"}), 400, "mode")
+
+
+@pytest.mark.parametrize("options", [(), ("--in-process",)], ids=["process", "thread"])
+def test_what_runs_stands_still_and_goes_on(checkpoint: Path, options: tuple[str, ...]) -> None:
+    """`mode=keep`: no token comes while the server is paused, and all of them come afterwards."""
+    server = start_server(checkpoint, "--served-model-name", MODEL, "--api-key", KEY, *options)
+    try:
+        with server.http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "seed": 5}) as answer:
+            lines = lines_of(answer)
+            next(lines)
+            assert server.http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+            time.sleep(0.2)  # what was on its way
+            generated = server.metric("deepinfer:generation_tokens_total")
+            assert server.metric("deepinfer:num_requests_running") == 1 and generated < LONG["max_tokens"]
+            check_shape(server.http.get("/ready"), 503)
+            time.sleep(0.5)
+            assert server.metric("deepinfer:generation_tokens_total") == generated
+            assert server.http.post("/resume").json() == {"status": "resumed"}
+            rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert rest[-1]["choices"][0]["finish_reason"] == "length"
+        whole = server.http.post("/v1/completions", json=LONG | {"seed": 5}).json()["choices"][0]["text"]
+        assert whole.endswith("".join(event["choices"][0]["text"] for event in rest)) and len(rest) > 1
+        # A request that stands still can be aborted, and its client may leave: its cache is free at once.
+        with server.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
+            next(lines_of(answer))
+            server.http.post("/pause", params={"mode": "keep"})
+        server.wait_for("deepinfer:num_requests_running", 0)
+        assert server.metric("deepinfer:kv_cache_usage_perc") == 0
+        server.http.post("/resume")
+        assert server.http.post("/v1/completions", json=LONG | {"max_tokens": 3}).status_code == 200
+    finally:
+        server.process.terminate()
+        server.process.wait(timeout=30)
 
 
 def test_a_client_may_leave_while_the_server_is_paused(server: Server) -> None:
