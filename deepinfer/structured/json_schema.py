@@ -190,22 +190,27 @@ _ENFORCED = {key for key, kind in _KEYWORDS.items() if kind != _NOTE} - {"$defs"
 
 
 def _bound_integer(schema: dict[str, Any]) -> None:
-    low, high = _limits(schema)
-    if low is None:
-        schema["minimum"] = -MAX_INTEGER if high is None else min(-MAX_INTEGER, _ten_times(high, -1))
-    if high is None:
-        schema["maximum"] = MAX_INTEGER if low is None else max(MAX_INTEGER, _ten_times(low, 1))
+    _bound_ends(schema, MAX_INTEGER)
 
 
 def _bound_number(schema: dict[str, Any]) -> None:
     low, high = _limits(schema)
-    if "multipleOf" not in schema and not any(x is not None and 0 < abs(x) < 1e3 * NUMBER_STEP for x in (low, high)):
-        if low is None or high is None or high - low > 1e3 * NUMBER_STEP:
-            schema["multipleOf"] = NUMBER_STEP
+    is_fine = any(x is not None and 0 < abs(x) < 1e3 * NUMBER_STEP for x in (low, high))
+    is_narrow = low is not None and high is not None and high - low <= 1e3 * NUMBER_STEP
+    if _bound_ends(schema, MAX_NUMBER) and not (is_fine or is_narrow):
+        schema.setdefault("multipleOf", NUMBER_STEP)
+
+
+def _bound_ends(schema: dict[str, Any], most: int) -> bool:
+    """False for a schema that means larger numbers than these: it stays as it is."""
+    low, high = _limits(schema)
+    if any(x is not None and abs(x) > most for x in (low, high)):
+        return False
     if low is None:
-        schema["minimum"] = -MAX_NUMBER if high is None else min(-MAX_NUMBER, _ten_times(high, -1))
+        schema["minimum"] = -most
     if high is None:
-        schema["maximum"] = MAX_NUMBER if low is None else max(MAX_NUMBER, _ten_times(low, 1))
+        schema["maximum"] = most
+    return True
 
 
 def _bound_array(schema: dict[str, Any]) -> None:
@@ -237,11 +242,6 @@ def _limits(schema: dict[str, Any]) -> tuple[float | None, float | None]:
     lows = [schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema]
     highs = [schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema]
     return (max(lows) if lows else None), (min(highs) if highs else None)
-
-
-def _ten_times(value: float, sign: int) -> int:
-    """A whole number beyond `value` in the direction of `sign`."""
-    return sign * 10 * (abs(int(value)) + 1)
 
 
 def _escape(name: str) -> str:

@@ -93,7 +93,11 @@ def _reason(matcher: llguidance.LLMatcher) -> str:
     text = matcher.get_error().strip()
     if text.startswith("NoExtension"):
         return "no output satisfies it"
-    line = re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", text.split("\n")[0])
+    lines = text.split("\n")
+    if "regex parse error" in lines[0]:
+        detail = [line[7:] for line in lines if line.startswith("error: ")]
+        return f"not a regular expression that is supported: {', '.join(detail) or lines[0]}: {lines[1].strip()[:200]}"
+    line = re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", lines[0])
     return line[:300] + ("..." if len(line) > 300 else "")
 
 

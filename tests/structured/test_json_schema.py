@@ -1,0 +1,196 @@
+"""JSON Schemas: what is accepted is enforced whole, what is not is refused by name. `jsonschema` is the judge."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from deepinfer.structured.json_schema import FORMATS, bounded, check_schema
+from tests.structured.grammars import accepts, as_written, compiled, generated_schema, tokenizer, walk
+
+SUITE = [json.loads(line) for line in (Path(__file__).parent / "json_schema_test_suite/schemas.jsonl").open()]
+VALIDATORS = {"draft2020-12": jsonschema.Draft202012Validator, "draft7": jsonschema.Draft7Validator}
+
+
+def validator(schema: Any, draft: str = "draft2020-12") -> Any:
+    return VALIDATORS[draft](schema, format_checker=VALIDATORS[draft].FORMAT_CHECKER)
+
+
+def compiled_json(schema: Any) -> Any:
+    return compiled({"schema_type": "json", "schema": json.dumps(schema)})
+
+
+def keywords_of(schema: Any) -> set[str]:
+    """Every key anywhere in the schema."""
+    if isinstance(schema, dict):
+        return {*schema, *(key for value in schema.values() for key in keywords_of(value))}
+    return {key for value in schema for key in keywords_of(value)} if isinstance(schema, list) else set()
+
+
+@pytest.mark.parametrize("group", range(8))
+def test_suite_outputs_validate_and_what_is_refused_is_named(group: int) -> None:
+    """Every schema of the JSON Schema Test Suite: random outputs are valid, and no invalid instance is accepted."""
+    num_compiled = num_outputs = 0
+    for case in SUITE[group::8]:
+        schema = case["schema"]
+        try:
+            grammar = compiled_json(schema)
+        except ValueError as error:
+            assert str(error).startswith("so_args.schema"), case
+            continue
+        num_compiled += 1
+        judge = validator(schema, case["draft"])
+        knows_patterns = "\\p{" not in json.dumps(schema)  # Python's re, which the judge uses, has no such classes
+        for seed in range(6 * knows_patterns):
+            token_ids = walk(grammar, seed)
+            if token_ids is not None:
+                num_outputs += 1
+                text = tokenizer().decode(token_ids)
+                assert judge.is_valid(json.loads(text)), (case["file"], schema, text)
+        for instance, is_valid in case["tests"] * knows_patterns:
+            assert is_valid or not judge.is_valid(instance) or case["file"].startswith("optional")
+            if not judge.is_valid(instance):
+                assert not accepts(grammar, as_written(instance)), (case["file"], schema, instance)
+    assert num_compiled >= 15 and num_outputs >= 5 * num_compiled
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_generated_schemas(group: int) -> None:
+    """200 random schemas: outputs validate."""
+    num_outputs = num_refused = 0
+    for number in range(group * 50, group * 50 + 50):
+        schema = generated_schema(random.Random(number))
+        try:
+            grammar = compiled_json(schema)
+        except ValueError as error:
+            assert "no output satisfies" in str(error) or "nsatisfiable" in str(error), (schema, error)
+            num_refused += 1
+            continue
+        judge = validator(schema)
+        for seed in range(4):
+            token_ids = walk(grammar, seed)
+            if token_ids is not None:
+                num_outputs += 1
+                text = tokenizer().decode(token_ids)
+                assert judge.is_valid(json.loads(text)), (schema, text)
+    assert num_refused <= 5 and num_outputs >= 120
+
+
+def test_values_written_as_usual_are_accepted() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"}, "age": {"type": "integer"}, "size": {"type": "number"},
+            "tags": {"type": "array", "items": {"type": "string"}}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        },
+        "required": ["name"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    grammar = compiled_json(schema)
+    for value in ({"name": ""}, {"name": "ü\n\"x\" 日本 \\", "age": -9007199254740993, "size": 0.000125}, {
+        "name": "a", "age": 0, "size": 12345678.25, "tags": ["a", "b"], "next": {"name": "b", "next": None},
+    }):  # fmt: skip
+        assert accepts(grammar, as_written(value)), value
+    assert not accepts(grammar, as_written({"name": "a", "more": 1}))
+    assert not accepts(grammar, as_written({"age": 1}))
+
+
+REFUSED: list[tuple[Any, str, str]] = [
+    ({"type": "array", "uniqueItems": True}, "uniqueItems", "#/uniqueItems"),
+    ({"not": {}}, "not", "#/not"),
+    ({"properties": {"a": {"if": {}}}}, "if", "#/properties/a/if"),
+    ({"items": {"contains": {}}}, "contains", "#/items/contains"),
+    ({"propertyNames": {}}, "propertyNames", "#/propertyNames"),
+    ({"dependentRequired": {}}, "dependentRequired", "#/dependentRequired"),
+    ({"$defs": {"a/b": {"dependentSchemas": {}}}}, "dependentSchemas", "#/$defs/a~1b/dependentSchemas"),
+    ({"anyOf": [{}, {"unevaluatedProperties": False}]}, "unevaluatedProperties", "#/anyOf/1/unevaluatedProperties"),
+    ({"$dynamicRef": "#a"}, "$dynamicRef", "#/$dynamicRef"),
+    ({"properties": {"a": {"$id": "x"}}}, "$id", "#/properties/a/$id"),
+    ({"minlength": 3}, "minlength", "#/minlength"),
+    ({"x-guidance": {"lenient": True}}, "x-guidance", "#/x-guidance"),
+    ({"type": "string", "contentEncoding": "base64"}, "contentEncoding", "#/contentEncoding"),
+    ({"type": "string", "format": "regex"}, "format", "#/format"),
+    ({"$ref": "https://example.com/a"}, "$ref", "#/$ref"),
+    ({"$ref": "#/nope"}, "nope", "so_args.schema"),
+    ({"maximum": "3"}, "maximum", "#/maximum"),
+    ({"exclusiveMaximum": True, "maximum": 3}, "exclusiveMaximum", "#/exclusiveMaximum"),
+    ({"type": "nothing"}, "type", "#/type"),
+    ({"enum": []}, "enum", "#/enum"),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "oneOf", "so_args.schema"),
+    ({"type": "string", "pattern": "a(?=b)"}, "a(?=b)", "so_args.schema"),
+    (False, "false", "so_args.schema"),
+    ({"$ref": "#"}, "no output satisfies it", "so_args.schema"),
+    ({"type": "string", "minLength": 3, "maxLength": 2}, "", "so_args.schema"),
+    ("", "object or a boolean", "#"),
+    ([], "object or a boolean", "#"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "keyword", "where"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_enforced_is_refused_by_keyword_and_place(schema: Any, keyword: str, where: str) -> None:
+    with pytest.raises(ValueError, match="^so_args.schema") as caught:
+        compiled_json(schema)
+    assert keyword in str(caught.value) and where in str(caught.value)
+
+
+def test_no_json_and_too_deep() -> None:
+    for text in ("{", "NaN", "[" * 5000):
+        with pytest.raises(ValueError, match="^so_args.schema"):
+            compiled({"schema_type": "json", "schema": text})
+    deep: Any = {}
+    for _ in range(80):
+        deep = {"items": deep}
+    with pytest.raises(ValueError, match="nested more than 64 deep"):
+        check_schema(deep)
+
+
+@pytest.mark.parametrize("kind", [{"type": "integer"}, {"type": "number"}, {}, {"minimum": 7}, {"maximum": -1e14}])
+def test_numbers_end(kind: dict[str, Any]) -> None:
+    """A model that would write digits for ever has to stop (known from unbounded `{}` schemas elsewhere)."""
+    grammar = compiled_json(kind)
+    for prefix in ("9", "-9", "1.", "7"):
+        text = prefix
+        while len(text) < 80 and accepts_start(grammar, text):
+            text += "9"
+        assert len(text) < 60, text
+
+
+def accepts_start(grammar: Any, text: str) -> bool:
+    from tests.structured.grammars import feed
+
+    return feed(grammar.matcher(), [token for char in text for token in tokenizer().encode_text(char)])
+
+
+def test_bounds_change_nothing_else() -> None:
+    """Values of the bounded schema are values of the schema; it bounds only what has no bounds."""
+    given = {"type": "integer", "minimum": 10**20}
+    assert "maximum" not in bounded(given)
+    assert bounded({"type": "number", "minimum": 0, "maximum": 1e-8})["maximum"] == 1e-8
+    assert bounded({"enum": [10**30]})["enum"] == [10**30]
+    assert accepts(compiled_json({"type": "number", "minimum": 0.25, "maximum": 0.5}), "0.375")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_hold(name: str) -> None:
+    grammar = compiled_json({"type": "string", "format": name})
+    judge = validator({"type": "string", "format": name})
+    for seed in range(30):
+        token_ids = walk(grammar, seed, hurry=0.2)
+        if token_ids is not None:
+            value = json.loads(tokenizer().decode(token_ids))
+            assert judge.is_valid(value), value
+
+
+def test_vllm_38696_whitespace_is_bounded() -> None:
+    """Between JSON tokens there is one way to write a separator; inside strings anything goes."""
+    schema = {"type": "object", "properties": {"questionType": {"enum": ["a b"]}}, "required": ["questionType"]}
+    grammar = compiled_json(schema | {"additionalProperties": False})
+    assert accepts(grammar, '{"questionType": "a b"}')
+    for text in ('{\n"questionType": "a b"}', '{"questionType":  "a b"}', '{"questionType": "a b"} '):
+        assert not accepts(grammar, text)
+    assert accepts(compiled_json({"type": "string"}), '"   \\n   \\t"')
