@@ -6,7 +6,7 @@ import torch
 
 from deepinfer.kernels import cpu, registry  # cpu registers its backends
 from deepinfer.kernels.deep_gemm.available import is_available
-from deepinfer.kernels.reference.attention import sparse_attention
+from deepinfer.kernels.reference.attention import rotated_attention, sparse_attention
 from deepinfer.kernels.reference.basic import linear, rms_norm, rope, round_fp8, swiglu
 from deepinfer.kernels.reference.bitmask import apply_token_bitmask
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
@@ -50,6 +50,7 @@ __all__ = [
     "reads_fp4_experts",
     "rms_norm",
     "rope",
+    "rotated_attention",
     "round_fp8",
     "round_trip_rows",
     "sparse_attention",

@@ -45,6 +45,7 @@ def new_runner(device: str, **options: object) -> ModelRunner:
         qk_rope_head_dim=64,
         index_head_dim=128,
         index_topk=512,
+        num_experts_per_tok=8,  # all: a token that changes its expert would tell nothing about attention
         max_position_embeddings=4096,
     )
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

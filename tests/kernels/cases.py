@@ -167,6 +167,12 @@ def sparse_attention(g: torch.Generator) -> Iterator[Case]:
                 yield q, window_cache, window_slots, latent_cache, latent_slots, sink, dim**-0.5
 
 
+def rotated_attention(g: torch.Generator) -> Iterator[Case]:
+    for q, *rest in sparse_attention(g):
+        angle = torch.rand(q.shape[0], 32 if q.shape[-1] == 512 else 8, generator=g) * 6.28
+        yield q, angle.cos(), angle.sin(), *rest
+
+
 def index_scores(g: torch.Generator) -> Iterator[Case]:
     for kind in ("float32", "bfloat16", "packed"):
         for n, heads, dim, sequences, longest in (
@@ -464,6 +470,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         prefill_plan,
         rms_norm,
         rope,
+        rotated_attention,
         round_fp8,
         round_trip_rows,
         sparse_attention,

@@ -21,7 +21,7 @@ CUDA = sorted(name for name, op in OPERATIONS.items() if "cuda" in op.backends)
 WIDE = {
     "draw_tokens": {0}, "candidate_blocks": {0}, "moe_gate": {0, 1}, "moe_experts": {2}, "moe_experts_fp4": {2},
     "rope": {1, 2}, "hc_post": {2, 3}, "hc_pre": {1, 2, 3, 4}, "hc_post_pre": {2, 3, 4, 5, 6, 7}, "engram_gate": {2},
-    "sparse_attention": {5}, "pool_groups": {0, 1},
+    "sparse_attention": {5}, "rotated_attention": {1, 2, 7}, "pool_groups": {0, 1},
 }  # fmt: skip
 
 

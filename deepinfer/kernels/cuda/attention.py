@@ -10,7 +10,7 @@ from torch import Tensor
 from deepinfer.kernels.cuda.cache_rows import alignment, cache_kind
 from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.cuda.formats import load_cache_rows
-from deepinfer.kernels.flash_mla.attention import sparse_attention as hopper_attention
+from deepinfer.kernels.flash_mla import attention as hopper
 from deepinfer.kernels.reference import attention  # noqa: F401  (defines the operation)
 from deepinfer.kernels.reference.cache_rows import RowFormat
 from deepinfer.kernels.registry import backend
@@ -121,7 +121,7 @@ def sparse_attention(
     sink: Tensor,
     scale: float,
 ) -> Tensor:
-    result = hopper_attention(q, window_cache, window_slots, latent_cache, latent_slots, sink, scale)
+    result = hopper.sparse_attention(q, window_cache, window_slots, latent_cache, latent_slots, sink, scale)
     if result is not NotImplemented:
         return result
     n, heads, dim = q.shape
@@ -168,3 +168,6 @@ def sparse_attention(
     if splits > 1:
         _combine[(n * heads,)](*parts, sink, out, n, heads, dim, SPLITS=splits, DIM=padded, num_warps=2)
     return out
+
+
+backend("rotated_attention", "cuda")(hopper.rotated_attention)

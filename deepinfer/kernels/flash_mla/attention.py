@@ -61,6 +61,28 @@ def sparse_attention(
     return out
 
 
+def rotated_attention(
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    window_cache: Tensor,
+    window_slots: Tensor,
+    latent_cache: Tensor | None,
+    latent_slots: Tensor | None,
+    sink: Tensor,
+    scale: float,
+) -> Any:
+    """`rotated_attention` of kernels/reference/attention.py in one launch, where `sparse_attention` here has a case."""
+    caches = (window_cache, window_slots, latent_cache, latent_slots)
+    if _formats(q, *caches) is None or cos.shape != (q.shape[0], ROPE_PAIRS) or sin.shape != cos.shape:
+        return NotImplemented
+    try:
+        return fused_attention(q, cos, sin, *caches, sink, scale, fp8=False)[0]
+    except CompileError as error:
+        _warn_once(str(error))
+        return NotImplemented
+
+
 def fused_attention(
     q: Tensor,
     cos: Tensor,

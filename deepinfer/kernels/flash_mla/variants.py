@@ -52,8 +52,10 @@ def builds() -> list[Build]:
     variants = []
     for packed, (kind, page) in product((True, False), sources):
         latent = None if kind is None else RowFormat.NVFP4 if packed else "bf16"
-        variants.append(Variant(64, "bf16", 0, latent, page))
+        variants.append(Variant(64, "bf16", 0, latent, page, rope=True))
         window = RowFormat.FP8 if packed else "bf16"
-        variants += [Variant(64, window, ring, latent, page, split) for split in (1, 2, 4)]
+        variants += [Variant(64, window, ring, latent, page, split, rope=True) for split in (1, 2, 4)]
+        if kind is None:  # the draft head's, without rotation
+            variants += [Variant(64, window, ring, None, 0, split) for split in (1, 2, 4)]
     fused = [Variant(64, RowFormat.FP8, ring, RowFormat.NVFP4, page, 1, rope=True, fp8=True) for page in (64, 128)]
     return [variant.build() for variant in dict.fromkeys([*variants, *fused])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.reference.basic import rope
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows
 from deepinfer.kernels.registry import operation
 
@@ -45,3 +46,24 @@ def sparse_attention(
         probabilities = torch.softmax(torch.cat((logits, column), dim=-1), dim=-1)[..., :-1]
         outputs.append(torch.einsum("nhs,nsd->nhd", probabilities.to(keys.dtype), keys))
     return torch.cat(outputs) if outputs else torch.empty_like(q)
+
+
+@operation
+def rotated_attention(
+    q: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    window_cache: Tensor,
+    window_slots: Tensor,
+    latent_cache: Tensor | None,
+    latent_slots: Tensor | None,
+    sink: Tensor,
+    scale: float,
+) -> Tensor:
+    """`sparse_attention` of queries that `rope` rotates first, its result rotated back. q [N, H, d] -> [N, H, d].
+
+    Made of operations that have backends of their own: a backend of this one is for doing all in one launch.
+    """
+    q = rope(q, cos, sin, False)
+    o = sparse_attention(q, window_cache, window_slots, latent_cache, latent_slots, sink, scale)
+    return rope(o, cos, sin, True)

@@ -16,7 +16,7 @@ from deepinfer.models.caches import Caches
 from deepinfer.models.layers.compressor import Compressor
 from deepinfer.models.layers.indexer import Indexer, Sharing
 from deepinfer.models.layers.linear import quantized_linear
-from deepinfer.models.layers.step import StepMetadata, WindowPlan
+from deepinfer.models.layers.step import Rotation, StepMetadata, WindowPlan
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class Attention:
         )
         qr = ops.rms_norm(qr, self.q_norm, eps)
         q = quantized_linear(qr, self.wq_b, quantize_activations).unflatten(-1, (config.num_attention_heads, -1))
-        q = ops.rope(q, rotation.cos, rotation.sin, False)
         kv = ops.rms_norm(kv, self.kv_norm, eps)
         kv = ops.rope(kv.unsqueeze(1), rotation.cos, rotation.sin, False).squeeze(1)
 
@@ -60,29 +59,33 @@ class Attention:
         latents = caches.blocks.latents[plan.kv_owner] if plan.compress_ratio else None
         selected = sharing.selected_slots if plan.compress_ratio else None
         ring = caches.state.rings[plan.layer_id]
-        o = attend(q, kv, ring, step.window, latents, selected, self.sink)
-        o = ops.rope(o, rotation.cos, rotation.sin, True)
+        o = attend(q, kv, rotation, ring, step.window, latents, selected, self.sink)
         return quantized_linear(grouped_projection(o, self.wo_a), self.wo_b, quantize_activations)
 
 
 def attend(
     q: Tensor,
     kv: Tensor,
+    rotation: Rotation,
     ring: Tensor,
     window: WindowPlan,
     latents: Tensor | None,
     selected: Tensor | None,
     sink: Tensor,
 ) -> Tensor:
-    """Window rows kv [N, d] go to the ring; attention reads the ring (decode) or a buffer (prefill). q [N, H, d]."""
+    """Window rows kv [N, d] go to the ring; attention reads the ring (decode) or a buffer (prefill).
+
+    q [N, H, d] is not rotated yet, kv is; nor does the result [N, H, d] need to be rotated back.
+    """
     dim = kv.shape[-1]
+    turned = (q, rotation.cos, rotation.sin)
     scale = dim**-0.5
     if window.from_ring:
         ops.store_rows(ring, window.stored_slots, kv, RowFormat.FP8)
-        return ops.sparse_attention(q, ring, window.slots, latents, selected, sink, scale)
+        return ops.rotated_attention(*turned, ring, window.slots, latents, selected, sink, scale)
     previous = ops.load_rows(ring, window.previous_slots, RowFormat.FP8, dim, kv.dtype)
     buffer = torch.cat((previous, ops.round_trip_rows(kv, ring, RowFormat.FP8))).unsqueeze(0)
-    o = ops.sparse_attention(q, buffer, window.slots, latents, selected, sink, scale)
+    o = ops.rotated_attention(*turned, buffer, window.slots, latents, selected, sink, scale)
     ops.store_rows(ring, window.stored_slots, kv[window.stored_rows], RowFormat.FP8)
     return o
 

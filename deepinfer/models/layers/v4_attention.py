@@ -68,7 +68,7 @@ class AttentionV4:
         qr, kv = ops.linear(y, self.wq_a_wkv).split((config.q_lora_rank, config.head_dim), -1)
         qr = ops.rms_norm(qr, self.q_norm, eps)
         q = ops.linear(qr, self.wq_b).unflatten(-1, (config.num_attention_heads, -1))
-        q = ops.rope(ops.rms_norm(q, self.q_head_norm, eps), rotation.cos, rotation.sin, False)
+        q = ops.rms_norm(q, self.q_head_norm, eps)
         kv = ops.rms_norm(kv, self.kv_norm, eps)
         kv = ops.rope(kv.unsqueeze(1), rotation.cos, rotation.sin, False).squeeze(1)
 
@@ -81,6 +81,5 @@ class AttentionV4:
             if self.indexer is not None:
                 selected = self.indexer.forward(y, qr, config, step, caches, plan)
             latents = entries if selected is not None and selected.shape[1] else None
-        o = attend(q, kv, caches.state.rings[plan.layer_id], step.window, latents, selected, self.sink)
-        o = ops.rope(o, rotation.cos, rotation.sin, True)
+        o = attend(q, kv, rotation, caches.state.rings[plan.layer_id], step.window, latents, selected, self.sink)
         return ops.linear(grouped_projection(o, self.wo_a), self.wo_b)
