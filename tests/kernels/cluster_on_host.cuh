@@ -94,9 +94,10 @@ static auto exchange(u64 value, F&& combine) {
     sync(warp.barrier);
     return result;
 }
-static u64 __shfl_up_sync(u32, u64 value, int step) {
+template <class T>
+static T __shfl_up_sync(u32, T value, int step) {
     int lane = threadIdx.x % 32;
-    return exchange(value, [=](u64* all) { return all[lane >= step ? lane - step : lane]; });
+    return exchange(value, [=](u64* all) { return (T)all[lane >= step ? lane - step : lane]; });
 }
 static u32 __reduce_add_sync(u32, u32 value) {
     return exchange(value, [](u64* all) { u32 sum = 0; for (int i = 0; i < 32; i++) sum += all[i]; return sum; });
@@ -147,6 +148,8 @@ static void store_remote_half(u32 address, u32 value) { memcpy(place(address), &
 static void store_remote2(u32 address, u32 a, u32 b) { store_remote(address, a), store_remote(address + 4, b); }
 
 static u32 plain_float(u32 x) { return (x & 0x7FFFFFFF) > 0x7F800000 ? 0x7FFFFFFF : x == 0x80000000 ? 0 : x; }
+static void keep_order() {}
+static u32 hardware_place() { return 3; }
 static u32 larger_half(u32 a, u32 b) {
     float x = __uint_as_float(a << 16), y = __uint_as_float(b << 16);
     return std::isnan(x) ? (std::isnan(y) ? 0x7FFF : b) : x < y ? b : a;

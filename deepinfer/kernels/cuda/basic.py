@@ -85,13 +85,22 @@ def gated(g, u, limit):
 
 
 @triton.jit
-def _swiglu(gate_up, out, stride, inner, limit, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < inner
+def _swiglu(gate_up, out, stride, rows, inner, limit, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (at < inner)
     g = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * stride + inner + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * inner + at, gated(g, u, limit).to(out.dtype.element_ty), mask=inside)
+
+
+def swiglu_tile(n: int, inner: int) -> tuple[int, int]:
+    """Rows and columns of a program: 2,048 values where there are many, columns that leave none idle if they can."""
+    block = min(triton.next_power_of_2(inner), 2048)
+    whole = inner & -inner
+    if 128 <= whole < block:
+        block = min(whole, block)
+    return (2048 // block if n * inner >= 1 << 20 else 1), block
 
 
 @backend("swiglu", "cuda")
@@ -99,8 +108,10 @@ def swiglu(gate_up: Tensor, limit: float) -> Tensor:
     if not covered(gate_up):
         return NotImplemented
     gate_up, stride = rows_of(gate_up)
-    n, width = gate_up.shape
-    out = torch.empty(n, width // 2, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(triton.next_power_of_2(width // 2), 2048)
-    _swiglu[(n, triton.cdiv(width // 2, block))](gate_up, out, stride, width // 2, limit, BLOCK=block)
+    n, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(n, inner, dtype=gate_up.dtype, device=gate_up.device)
+    rows, block = swiglu_tile(n, inner)
+    _swiglu[(triton.cdiv(n, rows), triton.cdiv(inner, block))](
+        gate_up, out, stride, n, inner, limit, ROWS=rows, BLOCK=block
+    )
     return out

@@ -14,13 +14,13 @@ from deepinfer.kernels.cuda.formats import (
     FP8,
     KINDS,
     PLAIN,
-    e2m1_code,
+    e2m1_code_over,
     e2m1_value,
     e4m3_byte,
     e4m3_value,
     group_scale,
     load_cache_rows,
-    over_group_scale,
+    over_power,
 )
 from deepinfer.kernels.reference import basic, cache_rows  # noqa: F401  (define the operations)
 from deepinfer.kernels.reference.cache_rows import RowFormat
@@ -69,13 +69,12 @@ def _store(
         tl.store(target[:, None] + at, x.to(cache.dtype.element_ty), mask=inside)
     else:
         byte, scale = group_scale(x, KIND)
-        x = over_group_scale(x, byte, scale, KIND)
         first = dim if KIND == FP8 else dim // 2
         tl.store(target + first + group, byte.to(tl.uint8), mask=alive)
         if KIND == FP8:
-            tl.store(target[:, None] + at, e4m3_byte(x), mask=inside)
+            tl.store(target[:, None] + at, e4m3_byte(over_power(x, byte)), mask=inside)
         else:
-            low, high = tl.split(tl.reshape(e2m1_code(x), (ROWS * GROUPS, GROUP // 2, 2)))
+            low, high = tl.split(tl.reshape(e2m1_code_over(x, scale), (ROWS * GROUPS, GROUP // 2, 2)))
             pair = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
             tl.store(target[:, None] + pair, (low | (high << 4)).to(tl.uint8), mask=alive[:, None])
 
@@ -111,9 +110,7 @@ def _load(
     source = tl.multiple_of(_row_start(cache, slots, row, alive, page_size, page_stride, row_stride), ALIGN)
     value = load_cache_rows(source, alive, dim, KIND, ROWS, DIM, out.dtype.element_ty)
     at = tl.arange(0, DIM)
-    tl.store(
-        out + row.to(tl.int64)[:, None] * dim + at[None, :], value, mask=alive[:, None] & (at < dim)[None, :]
-    )
+    tl.store(out + row.to(tl.int64)[:, None] * dim + at[None, :], value, mask=alive[:, None] & (at < dim)[None, :])
 
 
 @backend("load_rows", "cuda")
@@ -140,11 +137,10 @@ def _round_trip(values, out, groups, KIND: tl.constexpr, GROUPS: tl.constexpr, G
     inside = (group < groups)[:, None]
     x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
     byte, scale = group_scale(x, KIND)
-    ratio = over_group_scale(x, byte, scale, KIND)
     if KIND == FP8:
-        ratio = e4m3_value(e4m3_byte(ratio))
+        ratio = e4m3_value(e4m3_byte(over_power(x, byte)))
     else:
-        ratio = e2m1_value(e2m1_code(ratio))
+        ratio = e2m1_value(e2m1_code_over(x, scale))
     tl.store(out + at, (ratio * scale[:, None]).to(out.dtype.element_ty), mask=inside)
 
 

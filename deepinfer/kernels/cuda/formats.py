@@ -15,13 +15,19 @@ KINDS = {RowFormat.FP8: 1, RowFormat.MXFP4: 2, RowFormat.NVFP4: 3}
 
 
 @triton.jit
-def e2m1_code(x):
-    """Nearest E2M1 code of x, ties to the even code, clamped to +-6; int32 0..15."""
+def e2m1_code_over(x, scale):
+    """Nearest E2M1 codes of x [groups, size] / scale [groups], int32 0..15: ties to the even code, clamped to +-6.
+
+    0 where the scale is NaN. No division: scale times threshold is exact, and x / scale rounds to more than a threshold
+    just where x is more than that.
+    """
     size = tl.abs(x)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    s = scale[:, None]
+    upper = size >= 1.75 * s
+    middle = size >= tl.where(upper, 3.5 * s, 0.75 * s)
+    threshold = tl.where(upper, tl.where(middle, 5.0 * s, 2.5 * s), tl.where(middle, 1.25 * s, 0.25 * s))
+    code = upper.to(tl.int32) * 4 + middle.to(tl.int32) * 2 + (size > threshold).to(tl.int32)
+    return tl.where(s != s, 0, code | ((x.to(tl.int32, bitcast=True) >> 28) & 8))
 
 
 @triton.jit
@@ -79,20 +85,9 @@ def group_scale(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def over_scale(x, scale):
-    """x [groups, size] / scale [groups], 0 where the scale is NaN."""
-    ratio = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    return tl.where((scale != scale)[:, None], 0.0, ratio)
-
-
-@triton.jit
-def over_group_scale(x, byte, scale, KIND: tl.constexpr):
-    """`over_scale` of what `group_scale` gave. Over a power of two is times its inverse, to the same bits."""
-    if KIND == NVFP4:
-        ratio = over_scale(x, scale)
-    else:
-        ratio = tl.where((byte == 255)[:, None], 0.0, x * e8m0_value(254 - byte)[:, None])
-    return ratio
+def over_power(x, byte):
+    """x [groups, size] / 2^(byte - 127), byte int32 [groups]: times the inverse, to the same bits; 0 for byte 255."""
+    return tl.where((byte == 255)[:, None], 0.0, x * e8m0_value(254 - byte)[:, None])
 
 
 @triton.jit

@@ -18,7 +18,7 @@ typedef unsigned long long u64;
 // The two halves of cluster_sync: another block's shared memory may be written once it has arrived for the first time.
 DEVICE void cluster_arrive() {
 #if CLUSTER > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
@@ -68,10 +68,20 @@ DEVICE void store_remote2(u32 address, u32 first, u32 second) {
     asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" :: "r"(address), "r"(first), "r"(second) : "memory");
 }
 
+// The compiler moves no load across: fewer are on their way at a time, and fewer registers are taken.
+DEVICE void keep_order() { asm volatile("" ::: "memory"); }
+
+// Where the hardware keeps the first warp of this block, in warps of 8: differs among the blocks of a multiprocessor.
+DEVICE u32 hardware_place() {
+    u32 warp;
+    asm volatile("mov.u32 %0, %%warpid;" : "=r"(warp));
+    return warp / 8;
+}
+
 // Every NaN becomes 0x7FFFFFFF, both zeros +0; bits of a float32 number.
 DEVICE u32 plain_float(u32 bits) {
     float result;
-    asm volatile("add.rn.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(__uint_as_float(bits)));
+    asm("add.rn.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(__uint_as_float(bits)));
     return __float_as_uint(result);
 }
 
@@ -92,22 +102,22 @@ DEVICE u32 reaches_bf16(u32 pair, u32 bound) {
 // Upper halves of two words.
 DEVICE u32 upper_halves(u32 low, u32 high) { return __byte_perm(low, high, 0x7632); }
 
-// Within two units in the last place.
+// Within two units in the last place; numbers below 1e-38 are 0.
 DEVICE float fast_exp(float x) {
     float result;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
     return result;
 }
 
 DEVICE float fast_reciprocal(float x) {
     float result;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
 }
 
 DEVICE float fast_sqrt(float x) {
     float result;
-    asm("sqrt.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
 }
 

@@ -29,15 +29,14 @@ DEVICE float score_of(float x) {
     float e = fast_exp(-fabsf(x));
     float s = e * fast_reciprocal(2.0f + e);
     float q = s * s;
-    float series = 1 + q * (1 / 3.0f + q * (1 / 5.0f + q * (1 / 7.0f + q * (1 / 9.0f + q * (1 / 11.0f + q / 13.0f)))));
+    float series = 1 + q * (1 / 3.0f + q * (1 / 5.0f + q * (1 / 7.0f + q * (1 / 9.0f + q * (1 / 11.0f + q * (1 / 13.0f))))));
     float soft = x > 20.0f ? x : fmaxf(x, 0.0f) + 2 * s * series;
-    return fast_sqrt(x != x ? x : soft);
+    return fast_sqrt(soft);
 }
 
 // Ordered as the floats are, above 0; NaN is above all.
 DEVICE u32 key_of(float x) {
-    u32 bits = __float_as_uint(x + 0.0f);
-    if (x != x) return ALL;
+    u32 bits = plain_float(__float_as_uint(x));
     return bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
 
@@ -79,10 +78,11 @@ KERNEL(THREADS, 4) gate(const GateParams p) {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             u32 reach = __ballot_sync(ALL, key[i] >= bound);
-            if (reach == 0) continue;
-            int place = count + __popc(reach & (1u << lane) - 1);
-            if (key[i] >= bound && place < 32) list[place] = {key[i], static_cast<u32>(lane + 32 * i)};
-            count += __popc(reach);
+            if (reach != 0) {
+                int place = count + __popc(reach & (1u << lane) - 1);
+                if (key[i] >= bound && place < 32) list[place] = {key[i], static_cast<u32>(lane + 32 * i)};
+                count += __popc(reach);
+            }
         }
         __syncwarp();
         int rank = lane, expert = 0;
@@ -90,10 +90,7 @@ KERNEL(THREADS, 4) gate(const GateParams p) {
             uint2 own = lane < count ? list[lane] : uint2{0, 0};
             expert = own.y;
             rank = 0;
-            for (int i = 0; i < count; i++) {
-                u32 other = __shfl_sync(ALL, own.x, i);
-                rank += other > own.x || (other == own.x && i < lane);
-            }
+            for (int i = 0; i < count; i++) rank += list[i].x + (i < lane) > own.x;  // keys are below the largest number
         } else {  // many equal ones: the best, k times
             for (int i = 0; i < p.k; i++) {
                 u32 best = 0, at = ALL;

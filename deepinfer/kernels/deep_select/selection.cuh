@@ -22,18 +22,19 @@ DEVICE int first_of(int vector, u32 rank) {
 }
 
 // Inclusive sum over the threads of the block.
-DEVICE u64 inclusive_sum(u64 value, Shared& s) {
+template <class T>
+DEVICE T inclusive_sum(T value, Shared& s) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        u64 other = __shfl_up_sync(0xFFFFFFFFu, value, step);
+        T other = __shfl_up_sync(0xFFFFFFFFu, value, step);
         if (lane >= step) value += other;
     }
     __syncthreads();
     if (lane == 31) s.warp_sums[warp] = value;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) value += i < warp ? s.warp_sums[i] : 0;
+    for (int i = 0; i < WARPS; i++) value += i < warp ? static_cast<T>(s.warp_sums[i]) : 0;
     return value;
 }
 
@@ -69,7 +70,7 @@ DEVICE void find_bin(const u32* histogram, u32 wanted, Shared& s) {
     u32 own = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) own += bins[i];
-    u32 end = static_cast<u32>(inclusive_sum(own, s));
+    u32 end = inclusive_sum(own, s);
     u32 above = end - own;
     if (above < wanted && wanted <= end) {
 #pragma unroll

@@ -20,6 +20,8 @@
 #define PIECE 256  // values of a warp's 32 groups
 #define PIECES (VECTORS * WARPS)  // of a block and chunk
 #define WINDOW (CLUSTER * PIECES * PIECE)  // values of a chunk of the row
+#define OWN_WORDS (WINDOW / 32 / THREADS)    // words of a thread in the bitmap of a chunk,
+#define WORDS (THREADS * (OWN_WORDS + 1))    // with one left free, so that threads use different banks
 #define BINS 1024
 #define CLOSE 256  // candidates in the threshold's bin that are compared with each other
 #define LOWEST 0x007Fu  // leading ordered bits of -inf
@@ -43,6 +45,7 @@ struct Shared {
     u32 counts[CLUSTER];  // candidates of each block
     u32 count;            // of this block
     u32 overflow;         // of any block's list
+    u32 searcher;         // warp that finds the bound
     u32 bound, most;      // leading ordered bits: of the lower bound, of the largest value
     u32 digit, above, inside, found;
     u32 close;
@@ -72,6 +75,7 @@ DEVICE void load_chunk(const Params& p, const u8* row, int chunk, u32 rank, u32 
         pairs[4 * v + 1] = upper_halves(plain_float(value.z), plain_float(value.w));
         pairs[4 * v + 2] = upper_halves(plain_float(second.x), plain_float(second.y));
         pairs[4 * v + 3] = upper_halves(plain_float(second.z), plain_float(second.w));
+        if (v == 3) keep_order();
 #endif
     }
     if (p.vector_end == p.width) return;
@@ -137,20 +141,29 @@ DEVICE u32 find_bound(const u32* maxima, u32 wanted, Shared& s) {
     return low << 1;
 }
 
-// BODY sees every candidate (key, position) `one`. For the leader.
-#define FOR_EACH_CANDIDATE(BODY)                                                 \
-    for (u32 i = threadIdx.x; i < most_listed; i += THREADS) {                   \
-        _Pragma("unroll") for (int other = 0; other < CLUSTER; other++) {        \
-            if (i >= counts[other]) continue;                                    \
-            uint2 one = lists[other * p.list + i];                               \
-            BODY                                                                 \
-        }                                                                        \
+// BODY sees every candidate (key, position) `one`, in the leader: a warp takes the list of a block. The first of each
+// lane are in registers; their key is 0 where there is none.
+#define HELD 4
+#define FOR_EACH_CANDIDATE(BODY)                                                      \
+    {                                                                                 \
+        _Pragma("unroll") for (int held_index = 0; held_index < HELD; held_index++) { \
+            uint2 one = held[held_index];                                             \
+            if (one.x != 0) { BODY }                                                  \
+        }                                                                             \
+        for (u32 i = own.first + HELD * own.step; i < own.count; i += own.step) {     \
+            uint2 one = own.list[i];                                                  \
+            BODY                                                                      \
+        }                                                                             \
     }
+
+struct Own {
+    const uint2* list;
+    u32 first, step, count;
+};
 
 // s.last_key and s.last_position of `wanted` candidates in the order of their keys, equal ones in that of positions.
 DEVICE void find_last(
-    const Params& p, const uint2* lists, const u32 (&counts)[CLUSTER], u32 most_listed, u32 wanted, u32* bins,
-    uint2* close, Shared& s
+    const Params& p, const uint2 (&held)[HELD], const Own& own, u32 wanted, u32* bins, uint2* close, Shared& s
 ) {
     u32 base = s.bound << (16 - SHIFT), range = ((s.most - s.bound + 1) << (16 - SHIFT)) - 1;
     int shift = max(22 - __clz(range), 0);
@@ -162,13 +175,13 @@ DEVICE void find_last(
         FOR_EACH_CANDIDATE(if ((one.x >> SHIFT) - base >> shift == digit) close[atomicAdd(&s.close, 1u)] = one;)
         __syncthreads();
         if (threadIdx.x < s.inside) {
-            uint2 own = close[threadIdx.x];
+            uint2 mine = close[threadIdx.x];
             u32 ahead = above;
             for (u32 i = 0; i < s.inside; i++) {
                 uint2 other = close[i];
-                ahead += other.x > own.x || (other.x == own.x && other.y <= own.y);
+                ahead += other.x > mine.x || (other.x == mine.x && other.y <= mine.y);
             }
-            if (ahead == wanted) s.last_key = own.x, s.last_position = own.y;
+            if (ahead == wanted) s.last_key = mine.x, s.last_position = mine.y;
         }
         __syncthreads();
         return;
@@ -221,9 +234,9 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     u32 pairs[4 * VECTORS];
     u32 largest[VECTORS];
     load_chunk(p, row, 0, rank, pairs);
-    if (thread == 0) s.count = 0, s.overflow = 0, s.close = 0;
+    if (thread == 0) s.count = 0, s.overflow = 0, s.close = 0, s.searcher = hardware_place() % WARPS;
     if (rank == leader) {
-        for (int i = thread; i < WINDOW / 32; i += THREADS) bitmap[i] = 0;
+        for (int i = thread; i < WORDS; i += THREADS) bitmap[i] = 0;
     }
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
@@ -250,11 +263,11 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
         }
     }
     cluster_sync();
-    // One warp of each block, not the same in blocks that share a multiprocessor: those would share a scheduler.
+    // One warp of each block, not the same in blocks that share a multiprocessor: those would wait for one scheduler.
     if (CLUSTER * num_maxima > 2048) {
         u32 bound = find_bound<true>(reinterpret_cast<const u32*>(maxima), wanted, s);
         if (thread == 0) s.bound = bound;
-    } else if (thread / 32 == (rank + blockIdx.y) % WARPS) {
+    } else if (thread / 32 == s.searcher) {
         u32 bound = find_bound<false>(reinterpret_cast<const u32*>(maxima), wanted, s);
         if (thread % 32 == 0) s.bound = bound;
     }
@@ -302,47 +315,51 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     }
     if (rank != leader) return;
 
-    u32 counts[CLUSTER], total = 0, most_listed = 0;
+    u32 total = 0;
 #pragma unroll
-    for (int other = 0; other < CLUSTER; other++) {
-        counts[other] = s.counts[other];
-        total += counts[other], most_listed = max(most_listed, counts[other]);
+    for (int other = 0; other < CLUSTER; other++) total += s.counts[other];
+    const int lists_each = CLUSTER == 1 ? WARPS : 1;  // warps of a list
+    int list = thread / 32 / lists_each;
+    Own own = {lists + list * p.list, static_cast<u32>(thread % (32 * lists_each)), 32 * lists_each, s.counts[list]};
+    uint2 held[HELD];
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        held[i].x = held[i].y = 0;
+        if (own.first + i * own.step < own.count) held[i] = own.list[own.first + i * own.step];
     }
     u32 last_key = 1, last_position = 0;  // all of them
     if (total > wanted) {
-        find_last(p, lists, counts, most_listed, wanted, bins, close, s);
+        find_last(p, held, own, wanted, bins, close, s);
         last_key = s.last_key, last_position = s.last_position;
         total = wanted;
     }
     u32 written = 0;
     for (int chunk = 0; chunk < p.chunks; chunk++) {
         if (chunk > 0) {
-            __syncthreads();
-            for (int i = thread; i < WINDOW / 32; i += THREADS) bitmap[i] = 0;
+            for (int i = thread; i < WORDS; i += THREADS) bitmap[i] = 0;
             __syncthreads();
         }
         FOR_EACH_CANDIDATE({
             u32 at = one.y - chunk * WINDOW;
             if (at < WINDOW && (one.x > last_key || (one.x == last_key && one.y <= last_position))) {
-                atomicOr(&bitmap[at / 32], 1u << at % 32);
+                atomicOr(&bitmap[at / 32 + at / 32 / OWN_WORDS], 1u << at % 32);
             }
         })
         __syncthreads();
-        const int each = WINDOW / 32 / THREADS;
-        u32 own = 0;
+        u32 words[OWN_WORDS], chosen = 0;
 #pragma unroll
-        for (int i = 0; i < each; i++) own += __popc(bitmap[thread * each + i]);
-        u32 end = written + static_cast<u32>(inclusive_sum(own, s));
-        u32 place = end - own;
-        if (own != 0) {
-            for (int i = 0; i < each; i++) {
-                for (u32 bits = bitmap[thread * each + i]; bits != 0; bits &= bits - 1) {
-                    out[place++] = chunk * WINDOW + (thread * each + i) * 32 + __ffs(bits) - 1;
-                }
+        for (int i = 0; i < OWN_WORDS; i++) words[i] = bitmap[thread * (OWN_WORDS + 1) + i];
+#pragma unroll
+        for (int i = 0; i < OWN_WORDS; i++) chosen += __popc(words[i]);
+        u32 place = written + inclusive_sum(chosen, s) - chosen;
+#pragma unroll
+        for (int i = 0; i < OWN_WORDS; i++) {
+            for (u32 bits = words[i]; bits != 0; bits &= bits - 1) {
+                out[place++] = chunk * WINDOW + (thread * OWN_WORDS + i) * 32 + __ffs(bits) - 1;
             }
         }
         if (p.chunks > 1) {
-            if (thread == THREADS - 1) s.count = end;
+            if (thread == THREADS - 1) s.count = place;
             __syncthreads();
             written = s.count;
         }

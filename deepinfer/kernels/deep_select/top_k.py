@@ -51,8 +51,8 @@ class Plan:
     def shared_bytes(self) -> int:
         """Shared memory of a block, as the kernel lays it out."""
         maxima = THREADS * (8 if self.fine else 1)
-        fixed = -(-(8 * (THREADS // 32) + 4 * self.cluster + 4 * 11) // 16) * 16
-        bitmap = max(self.cluster * CHUNK // 8, self.chunks * CHUNK // 4)
+        fixed = -(-(8 * (THREADS // 32) + 4 * self.cluster + 4 * 12) // 16) * 16
+        bitmap = max(self.cluster * CHUNK // 8 + 4 * THREADS, self.chunks * CHUNK // 4)
         return (
             fixed
             + self.cluster * 8 * self.list
