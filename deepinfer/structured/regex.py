@@ -2,25 +2,31 @@
 
 import re
 
-# Beyond ASCII and at line ends, dialects disagree: these are what they have in common.
-_ESCAPES = {
+# Beyond ASCII and at line ends, dialects disagree. In a class these are what they have in common, and in a negated class
+# what any of them means.
+_NARROW = {
     r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": r" \t\n\r\f\v",
     r"\D": r"\P{Nd}", r"\W": r"[^\p{L}\p{M}\p{N}\p{Pc}_]", r"\S": r"[^\s\x{85}\x{FEFF}]",
+}  # fmt: skip
+_WIDE = {
+    r"\d": r"\p{Nd}", r"\w": r"\p{L}\p{M}\p{N}\p{Pc}_", r"\s": r"\s\x{85}\x{FEFF}",
+    r"\D": "[^0-9]", r"\W": "[^0-9A-Za-z_]", r"\S": r"[^ \t\n\r\f\v]",
 }  # fmt: skip
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 
 
 def portable_pattern(pattern: str) -> str:
     r"""The pattern with classes (`\d`, `\W`, `.`) that match only what they match in Python, ECMAScript and Rust."""
-    out, in_class = [], False
+    out, table, in_class = [], _NARROW, False
     dot = "." if "(?s" in pattern else _DOT  # there, it means every character everywhere
-    for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
-        if part in _ESCAPES:
-            part = _ESCAPES[part] if in_class else f"[{_ESCAPES[part]}]"
+    for part in re.findall(r"\\.|\[\^|.", pattern, flags=re.DOTALL):
+        if part in table:
+            part = table[part] if in_class else f"[{table[part]}]"
         elif part == "." and not in_class:
             part = dot
-        elif part in ("[", "]"):
-            in_class = part == "["
+        elif part in ("[", "[^", "]"):
+            in_class = part != "]"
+            table = _WIDE if part == "[^" else _NARROW
         out.append(part)
     return "".join(out)
 

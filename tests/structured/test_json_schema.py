@@ -86,7 +86,8 @@ def test_values_written_as_usual_are_accepted() -> None:
         "type": "object",
         "properties": {
             "name": {"type": "string"}, "age": {"type": "integer"}, "size": {"type": "number"},
-            "tags": {"type": "array", "items": {"type": "string"}}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
         },
         "required": ["name"],
         "additionalProperties": False,
