@@ -54,7 +54,7 @@ def test_the_table_of_routes_is_complete() -> None:
     }
     table = SERVER[SERVER.index("| Route |") :]
     rows = "\n".join(line.split("|")[1] for line in table[: table.index("\n\n")].splitlines())
-    assert set(re.findall(r"(/[\w/{}]+)", rows)) == paths
+    assert set(re.findall(r"(/[\w/{}.]+)", rows)) == paths
 
 
 def test_the_results_tables_are_current() -> None:

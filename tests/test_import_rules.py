@@ -35,7 +35,7 @@ ALLOWED = {
     "server": HOST | {"recipe", "checkpoint_tokenizer"},
     "bench": HOST | {"recipe", "llm", "server"},
     "commands": HOST | {"recipe", "llm", "train", "deepspec", "server", "bench"},
-    "cli": {"commands", "envs"},
+    "cli": {"commands", "envs", "errors"},
 }
 FORBIDDEN_LIBRARIES = {"recipe": {"torch", "transformers", "fastapi"}, "engine": {"fastapi", "tokenizers"}}
 
