@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +101,15 @@ PreemptionMode = Annotated[
 ]
 SwapMemory = Annotated[str | None, _engine("Host memory for --preemption-mode swap, e.g. 4GiB.")]
 PrefillStepMs = Annotated[float | None, _engine("Most milliseconds of one prefill step, by measured cost.")]
+
+Speculative = Annotated[
+    str | None,
+    _engine(
+        'Speculative decoding, as JSON: {"method": "ngram"} or "dspark", "num_speculative_tokens", ... '
+        "(docs/speculation.md).",
+        "--speculative-config",
+    ),
+]
 
 Group = dict[str, tuple[Any, Any]]  # option -> (type, default)
 
@@ -214,6 +224,7 @@ def make_engine_config(
     prefill_chunk_size: str | None = None,
     cache_memory: str | None = None,
     swap_memory: str | None = None,
+    speculative_config: str | None = None,
     **given: Any,
 ) -> EngineConfig:
     """EngineConfig from command-line values; None means the default.  Raises ValueError naming the field."""
@@ -233,4 +244,9 @@ def make_engine_config(
         values["cache_memory_bytes"] = parse_bytes(cache_memory, "--cache-memory")
     if swap_memory is not None:
         values["swap_memory_bytes"] = parse_bytes(swap_memory, "--swap-memory")
+    if speculative_config is not None:
+        try:
+            values["speculative_config"] = json.loads(speculative_config)
+        except ValueError:
+            raise ValueError(f"--speculative-config must be JSON, got {speculative_config!r}") from None
     return EngineConfig(**values)

@@ -32,7 +32,7 @@ from deepinfer.speculation.drafter import Drafter, Round
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.structured.matcher import Matcher
 
-PAUSE_AFTER = 8  # decode steps in a row in which no draft paid: then none are made
+PAUSE_AFTER = 8  # decode steps in a row in which there were drafts and none paid: then none are made
 PAUSE_STEPS = 32  # for so many steps
 
 
@@ -128,12 +128,12 @@ class Speculation:
         self.variable_length = variable_length
         self.step_ms = np.ones(num_slots * (1 + drafter.num_drafts) + 1) if step_ms is None else step_ms
         self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
-        self._without_drafts = 0  # decode steps in a row
+        self._declined = 0  # decode steps in a row whose drafts did not pay, and of the pause after them
 
     @property
     def is_paused(self) -> bool:
         """Whether no drafts are made, because they have not paid lately."""
-        return self._without_drafts >= PAUSE_AFTER
+        return self._declined >= PAUSE_AFTER
 
     def draft_lengths(self, sequences: list[TokenSequence]) -> list[int]:
         """How many drafts of each sequence the next step verifies; never more than it could still output."""
@@ -143,17 +143,16 @@ class Speculation:
         ]
         if not self.variable_length:
             return room
-        lengths = [0] * len(sequences)
-        if any(room):
-            nothing = [0.0] * most
-            chances = [
-                nothing if seq.draft_scores is None else self.drafter.survival(seq.draft_scores) for seq in sequences
-            ]
-            lengths = draft_lengths(np.array(chances), np.array(room), self.step_ms).tolist()
-        self._without_drafts = 0 if any(lengths) else self._without_drafts + 1
-        if self._without_drafts >= PAUSE_AFTER + PAUSE_STEPS:
-            self._without_drafts = 0
-        return lengths
+        nothing = [0.0] * most
+        chances = np.array(
+            [nothing if seq.draft_scores is None else self.drafter.survival(seq.draft_scores) for seq in sequences]
+        )
+        lengths = draft_lengths(chances, np.array(room), self.step_ms)
+        if lengths.any():
+            self._declined = 0
+        elif self.is_paused or chances.any():
+            self._declined = (self._declined + 1) % (PAUSE_AFTER + PAUSE_STEPS)
+        return lengths.tolist()
 
     def before_decode(self, batch: ScheduledBatch) -> None:
         """Give the device the tokens of sequences that come from elsewhere: the host, or another engine."""

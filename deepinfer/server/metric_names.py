@@ -17,7 +17,8 @@ _VLLM = (
     "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
     "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens",
-    "cache_config_info", "spec_decode_num_drafts", "spec_decode_num_accepted_tokens", "estimated_flops_per_gpu",
+    "cache_config_info", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens", "estimated_flops_per_gpu",
 )  # fmt: skip
 _OLDER_VLLM = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
 _SGLANG = {

@@ -35,6 +35,7 @@ _ENGINE_COUNTERS = {
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "drafts": ("spec_decode_num_drafts", "Rounds of speculative decoding."),
+    "draft_tokens": ("spec_decode_num_draft_tokens", "Draft tokens verified."),
     "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
 }
 # Fields of WindowStats -> gauge.
