@@ -7,7 +7,7 @@ import torch
 from deepinfer.kernels import cpu, registry  # cpu registers its backends
 from deepinfer.kernels.deep_gemm.available import is_available
 from deepinfer.kernels.reference.attention import rotated_attention, sparse_attention
-from deepinfer.kernels.reference.basic import linear, rms_norm, rope, round_fp8, swiglu
+from deepinfer.kernels.reference.basic import linear, norm_latents, norm_rope, rms_norm, rope, round_fp8, swiglu
 from deepinfer.kernels.reference.bitmask import apply_token_bitmask
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
 from deepinfer.kernels.reference.compressor import pool_groups
@@ -45,6 +45,8 @@ __all__ = [
     "moe_gate",
     "multiplies_fp8",
     "ngram_ids",
+    "norm_latents",
+    "norm_rope",
     "pool_groups",
     "prefill_plan",
     "reads_fp4_experts",

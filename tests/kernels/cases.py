@@ -98,6 +98,20 @@ def rope(g: torch.Generator) -> Iterator[Case]:
             yield normal(g, n, heads, dim), angle.cos(), angle.sin(), inverse
 
 
+def norm_rope(g: torch.Generator) -> Iterator[Case]:
+    for n, dim, pairs in ((0, 32, 8), (1, 128, 16), (5, 50, 7), (9, 64, 32)):
+        angle = normal(g, n, pairs) * 10
+        yield normal(g, n, dim) * 3, normal(g, dim), 1e-6, angle.cos(), angle.sin()
+    angle = normal(g, 4, 8)
+    yield normal(g, 4, 80)[:, 16:], normal(g, 64), 1e-20, angle.cos(), angle.sin()
+
+
+def norm_latents(g: torch.Generator) -> Iterator[Case]:
+    for n, q_dim, dim, pairs in ((0, 64, 32, 8), (1, 192, 128, 16), (5, 33, 50, 7), (9, 48, 64, 32)):
+        angle = normal(g, n, pairs) * 10
+        yield normal(g, n, q_dim + dim) * 3, normal(g, q_dim), normal(g, dim), 1e-6, angle.cos(), angle.sin()
+
+
 def swiglu(g: torch.Generator) -> Iterator[Case]:
     for n, inner, limit in ((0, 8, 10.0), (1, 128, 10.0), (6, 37, 0.5)):
         yield normal(g, n, 2 * inner) * 8, limit
@@ -466,6 +480,8 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         moe_experts_fp4,
         moe_gate,
         ngram_ids,
+        norm_latents,
+        norm_rope,
         pool_groups,
         prefill_plan,
         rms_norm,

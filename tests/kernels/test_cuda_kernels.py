@@ -20,7 +20,8 @@ CUDA = sorted(name for name, op in OPERATIONS.items() if "cuda" in op.backends)
 # Arguments that are at least float32 in a BF16 model.
 WIDE = {
     "draw_tokens": {0}, "candidate_blocks": {0}, "moe_gate": {0, 1}, "moe_experts": {2}, "moe_experts_fp4": {2},
-    "rope": {1, 2}, "hc_post": {2, 3}, "hc_pre": {1, 2, 3, 4}, "hc_post_pre": {2, 3, 4, 5, 6, 7}, "engram_gate": {2},
+    "rope": {1, 2}, "norm_rope": {3, 4}, "norm_latents": {4, 5},
+    "hc_post": {2, 3}, "hc_pre": {1, 2, 3, 4}, "hc_post_pre": {2, 3, 4, 5, 6, 7}, "engram_gate": {2},
     "sparse_attention": {5}, "rotated_attention": {1, 2, 7}, "pool_groups": {0, 1},
 }  # fmt: skip
 

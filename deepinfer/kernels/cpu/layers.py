@@ -51,6 +51,23 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return out
 
 
+@backend("norm_rope", "cpu")
+def norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    normed = rms_norm(x, weight, eps)
+    rotated = normed if normed is NotImplemented else rope(normed.unsqueeze(1), cos, sin, False)
+    return rotated if rotated is NotImplemented else rotated.squeeze(1)
+
+
+@backend("norm_latents", "cpu")
+def norm_latents(
+    x: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    q, kv = x.split((len(q_norm), len(kv_norm)), dim=-1)
+    normed = rms_norm(q, q_norm, eps)
+    rotated = NotImplemented if normed is NotImplemented else norm_rope(kv, kv_norm, eps, cos, sin)
+    return rotated if rotated is NotImplemented else (normed, rotated)
+
+
 @backend("swiglu", "cpu")
 def swiglu(gate_up: Tensor, limit: float) -> Tensor:
     kernels = functions()

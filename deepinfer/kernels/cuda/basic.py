@@ -37,6 +37,69 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
+def _normed(x, weight, at, inside, scale):
+    """weight * x * scale at columns `at`, rounded as the norm's result is."""
+    value = tl.load(x + at, mask=inside, other=0.0)
+    weight = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    return (weight * (value.to(tl.float32) * scale)).to(value.dtype)
+
+
+@triton.jit
+def _norm_latents(
+    x, q_norm, kv_norm, cos, sin, q_out, kv_out, x_stride, pairs, eps,
+    Q_DIM: tl.constexpr, DIM: tl.constexpr, Q_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The key in one program of a row, the query's latent (if Q_DIM) in another."""
+    row = tl.program_id(0).to(tl.int64)
+    source = x + row * x_stride
+    if tl.program_id(1) == 0:
+        at = tl.arange(0, BLOCK)
+        inside = at < DIM
+        value = tl.load(source + Q_DIM + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, axis=0) / DIM + eps)
+        own = _normed(source + Q_DIM, kv_norm, at, inside, scale)
+        turned = at - (DIM - 2 * pairs)
+        is_turned = (turned >= 0) & inside
+        partner = _normed(source + Q_DIM, kv_norm, (DIM - 2 * pairs) + (turned ^ 1), is_turned, scale).to(tl.float32)
+        pair = row * pairs + (turned >> 1)
+        c = tl.load(cos + pair, mask=is_turned, other=1.0)
+        s = tl.load(sin + pair, mask=is_turned, other=0.0)
+        s = tl.where((turned & 1) == 0, -s, s)  # even: e c - o s; odd: o c + e s
+        rotated = (own.to(tl.float32) * c + partner * s).to(own.dtype)
+        tl.store(kv_out + row * DIM + at, tl.where(is_turned, rotated, own), mask=inside)
+    else:
+        q_at = tl.arange(0, Q_BLOCK)
+        q_inside = q_at < Q_DIM
+        q_value = tl.load(source + q_at, mask=q_inside, other=0.0).to(tl.float32)
+        q_scale = tl.rsqrt(tl.sum(q_value * q_value, axis=0) / Q_DIM + eps)
+        tl.store(q_out + row * Q_DIM + q_at, _normed(source, q_norm, q_at, q_inside, q_scale), mask=q_inside)
+
+
+@backend("norm_latents", "cuda")
+def norm_latents(
+    x: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    if not covered(x, q_norm, kv_norm) or cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
+        return NotImplemented
+    x, stride = rows_of(x)
+    n, q_dim, dim = x.shape[0], len(q_norm), len(kv_norm)
+    kv = torch.empty(n, dim, dtype=x.dtype, device=x.device)
+    q = torch.empty(n, q_dim, dtype=x.dtype, device=x.device)
+    block, q_block = triton.next_power_of_2(dim), triton.next_power_of_2(max(q_dim, 1))
+    _norm_latents[(n, 2 if q_dim else 1)](
+        x, q_norm.contiguous(), kv_norm.contiguous(), cos.contiguous(), sin.contiguous(), q, kv, stride, cos.shape[-1],
+        eps, Q_DIM=q_dim, DIM=dim, Q_BLOCK=q_block, BLOCK=block, num_warps=min(max(max(block, q_block) // 512, 1), 8),
+    )  # fmt: skip
+    return q, kv
+
+
+@backend("norm_rope", "cuda")
+def norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    parts = norm_latents(x, weight[:0], weight, eps, cos, sin)
+    return parts if parts is NotImplemented else parts[1]
+
+
+@triton.jit
 def _rope(
     x, cos, sin, out, x_row, x_head, heads, dim, pairs, sign, HEADS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

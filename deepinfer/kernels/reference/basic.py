@@ -43,6 +43,24 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 
 @operation
+def norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rope` of `rms_norm`, rounded in between: x [N, d], weight [d], cos and sin [N, pairs] -> [N, d]."""
+    return rope.reference(rms_norm.reference(x, weight, eps).unsqueeze(1), cos, sin, False).squeeze(1)
+
+
+@operation
+def norm_latents(
+    x: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The query latent and the key of a token: `rms_norm` and `norm_rope` of the two parts of x [N, r + d].
+
+    q_norm [r], kv_norm [d], cos and sin [N, pairs] -> [N, r], [N, d].
+    """
+    q, kv = x.split((len(q_norm), len(kv_norm)), dim=-1)
+    return rms_norm.reference(q, q_norm, eps), norm_rope.reference(kv, kv_norm, eps, cos, sin)
+
+
+@operation
 def swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """silu(min(g, limit)) * clamp(u, -limit, limit) for gate_up [N, 2I] = [g | u] -> [N, I]."""
     g, u = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
