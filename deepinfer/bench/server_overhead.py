@@ -1,11 +1,11 @@
 """`deepinfer bench overhead`: what HTTP, recipe and the way to the engine process add to a step of the engine.
 
-Each round runs the same requests twice, one after the other: by the bare engine in this process, and as streams of
-chat completions through a real `deepinfer serve`. A decode step gives every stream one token, so the gap between two
-pieces of a stream is a step as a client sees it: its median less that of the engine's own steps is the overhead. The
-throughput is of whole runs, prefill included. CPU times are measured beside them, because on a busy machine they move
-less than wall time: that of the server's process, which works while the engine is in its next step, and what the engine
-process needs more than the engine alone.
+Each round runs the same requests twice, one after the other: by the bare engine in this process, on all cores, and as
+streams of chat completions through a real `deepinfer serve` with its default settings. A decode step gives every stream
+one token, so the gap between two pieces of a stream is a step as a client sees it: its median less that of the engine's
+own steps is the overhead. The throughput is of whole runs, prefill included. CPU times are measured beside them, because
+on a busy machine they move less than wall time: that of the server's process, which works while the engine is in its
+next step, and what the engine process needs more than the engine alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,8 +140,13 @@ def gaps(arrivals: list[float]) -> list[float]:
     return [later - earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False)]
 
 
-def measure(model: str, num_streams: int, num_tokens: int, rounds: int, command: str) -> list[Record]:
-    """Print every round; medians over the rounds."""
+def measure(
+    model: str, num_streams: int, num_tokens: int, rounds: int, command: str, every_core: bool = False
+) -> list[Record]:
+    """Print every round; medians over the rounds, which the records keep.
+
+    `every_core`: each round runs the requests a third time, on a server whose engine leaves no core to it.
+    """
     bodies = [
         {
             "model": Path(model).name,
@@ -153,50 +158,96 @@ def measure(model: str, num_streams: int, num_tokens: int, rounds: int, command:
         for number in range(num_streams)
     ]
     params = [SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=number) for number in range(num_streams)]
-    offline_ms, server_ms, cpu_ms, more_cpu_ms, shares = [], [], [], [], []
     engine = load_engine(model, EngineConfig(max_num_seqs=num_streams))
-    with serving(model, num_streams) as server:
-        url = f"http://127.0.0.1:{server.port}/v1/chat/completions/render"
+    settings = {"server": ()} | ({"server, every core": ("--threads", str(os.cpu_count()))} if every_core else {})
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(serving(model, num_streams, *asked)) for name, asked in settings.items()}
+        url = f"http://127.0.0.1:{servers['server'].port}/v1/chat/completions/render"
         prompts = [httpx.post(url, json=body, timeout=60).json()["token_ids"] for body in bodies]
         run_offline(engine, prompts, [SamplingParams(max_tokens=4, ignore_eos=True)] * num_streams)
-        all_streams(server.port, [body | {"max_tokens": 4} for body in bodies])
+        for server in servers.values():
+            all_streams(server.port, [body | {"max_tokens": 4} for body in bodies])
+        runs: dict[str, list[Run]] = {name: [] for name in ("offline", *servers)}
         for number in range(rounds):
-            # The order alternates, so that a machine that gets slower or faster favours neither.
-            for kind in ("offline", "server") if number % 2 == 0 else ("server", "offline"):
-                start, own_cpu, (server_cpu, engine_cpu) = time.monotonic(), time.process_time(), server.cpu_seconds()
+            # The order changes, so that a machine that gets slower or faster favours none.
+            kinds = list(runs)
+            shift = number % len(kinds)
+            for kind in kinds[shift:] + kinds[:shift]:
                 if kind == "offline":
-                    offline_ms.append(1e3 * statistics.median(run_offline(engine, prompts, params)))
-                    offline_total, offline_cpu = time.monotonic() - start, time.process_time() - own_cpu
+                    runs[kind].append(offline_run(engine, prompts, params))
                 else:
-                    answers = all_streams(server.port, bodies)
-                    server_total = time.monotonic() - start
-                    server_ms.append(1e3 * statistics.median(gap for _, times in answers for gap in gaps(times)))
-                    server_after, engine_after = server.cpu_seconds()
-                    cpu_ms.append((server_after - server_cpu) * 1e3 / num_tokens)
-                    online_cpu = engine_after - engine_cpu
-                    if [count for count, _ in answers] != [num_tokens] * num_streams:
-                        raise RuntimeError("tokens were lost")
-            shares.append(offline_total / server_total)
-            more_cpu_ms.append((online_cpu - offline_cpu) * 1e3 / num_tokens)
-            print(
-                f"a step of {num_streams} streams: offline {offline_ms[-1]:.2f} ms, server {server_ms[-1]:.2f} ms, "
-                f"CPU: server process {cpu_ms[-1]:.2f} ms, engine process {more_cpu_ms[-1]:+.2f} ms; "
-                f"throughput {shares[-1]:.1%} of offline",
-                flush=True,
-            )
-    overheads = [online - offline for online, offline in zip(server_ms, offline_ms, strict=True)]
+                    runs[kind].append(online_run(servers[kind], bodies, num_tokens))
+            print("; ".join(f"{kind}: {runs[kind][-1].told(num_streams, num_tokens)}" for kind in runs), flush=True)
+    records = []
+    for name in servers:
+        records += compared(runs["offline"], runs[name], f"{num_streams} streams{name.removeprefix('server')}",
+                            num_tokens, num_streams, command)  # fmt: skip
+    rate = partial(median_of, part="3", unit="tok/s", command=command)
+    totals = [num_tokens * num_streams / run.seconds for run in runs["offline"]]
+    return [*records, rate(f"output tokens per second, offline ({num_streams} streams)", totals)]
+
+
+@dataclass
+class Run:
+    """All requests once: median step and CPU times of the engine's and the server's process in ms a step."""
+
+    seconds: float
+    step_ms: float
+    engine_cpu_ms: float
+    server_cpu_ms: float = 0.0
+
+    def told(self, num_streams: int, num_tokens: int) -> str:
+        cpu = f"CPU of the engine {self.engine_cpu_ms:.1f} ms"
+        if self.server_cpu_ms:
+            cpu += f", of the server {self.server_cpu_ms:.2f} ms"
+        return f"step {self.step_ms:.2f} ms, {num_tokens * num_streams / self.seconds:.0f} tok/s, {cpu}"
+
+
+def offline_run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
+    start, cpu = time.monotonic(), time.process_time()
+    steps = run_offline(engine, prompts, params)
+    seconds, cpu = time.monotonic() - start, time.process_time() - cpu
+    return Run(seconds, 1e3 * statistics.median(steps), 1e3 * cpu / (params[0].max_tokens or 1))
+
+
+def online_run(server: ServerProcess, bodies: list[dict], num_tokens: int) -> Run:
+    """Raises RuntimeError if a token is lost."""
+    start, (server_cpu, engine_cpu) = time.monotonic(), server.cpu_seconds()
+    answers = all_streams(server.port, bodies)
+    seconds, (server_after, engine_after) = time.monotonic() - start, server.cpu_seconds()
+    if [count for count, _ in answers] != [num_tokens] * len(bodies):
+        raise RuntimeError("tokens were lost")
+    step = statistics.median(gap for _, times in answers for gap in gaps(times))
+    each = 1e3 / num_tokens
+    return Run(seconds, 1e3 * step, each * (engine_after - engine_cpu), each * (server_after - server_cpu))
+
+
+def compared(
+    offline: list[Run], online: list[Run], streams: str, num_tokens: int, num_streams: int, command: str
+) -> list[Record]:
+    """Records of a server beside the engine alone, round by round."""
+    pairs = list(zip(offline, online, strict=True))
     per_step = partial(median_of, part="3", unit="ms", higher_is_better=False, command=command)
-    streams = f"{num_streams} streams"
+    share = partial(median_of, part="3", unit="share", command=command)
+    rate = partial(median_of, part="3", unit="tok/s", command=command)
     return [
-        per_step(f"server overhead a token-step ({streams})", overheads, target=TARGET_MS),
-        median_of(
-            f"server throughput over offline ({streams})",
-            shares,
-            part="3",
-            unit="share",
-            target=TARGET_SHARE,
-            command=command,
+        per_step(
+            f"server overhead a token-step ({streams})",
+            [two.step_ms - one.step_ms for one, two in pairs],
+            target=TARGET_MS,
         ),
-        per_step(f"CPU time of the server's process a token-step ({streams})", cpu_ms),
-        per_step(f"CPU time of the engine process over the bare engine's a token-step ({streams})", more_cpu_ms),
+        share(
+            f"server throughput over offline ({streams})",
+            [one.seconds / two.seconds for one, two in pairs],
+            target=TARGET_SHARE,
+        ),
+        per_step(f"CPU time of the server's process a token-step ({streams})", [run.server_cpu_ms for run in online]),
+        per_step(
+            f"CPU time of the engine process over the bare engine's a token-step ({streams})",
+            [two.engine_cpu_ms - one.engine_cpu_ms for one, two in pairs],
+        ),
+        rate(
+            f"output tokens per second, served ({streams})",
+            [num_tokens * num_streams / run.seconds for run in online],
+        ),
     ]

@@ -110,15 +110,18 @@ def overhead(
     streams: int = typer.Option(32, min=1, help="Streams at once."),
     tokens: int = typer.Option(100, min=2, help="Tokens of each."),
     rounds: int = typer.Option(5, min=1, help="Runs of both, alternating; medians are reported."),
+    every_core: bool = typer.Option(False, "--every-core", help="Also a server whose engine takes every core."),
     save: bool = typer.Option(False, "--save", help="Write benchmarks/results/server_overhead.json."),
 ) -> None:
     """What the server adds to a step of the engine, beside the offline engine in the same run."""
     from deepinfer.bench import results, server_overhead
 
     command = f"deepinfer bench overhead --model {model} --streams {streams} --tokens {tokens} --rounds {rounds}"
-    records = server_overhead.measure(model, streams, tokens, rounds, command)
+    command += " --every-core" if every_core else ""
+    records = server_overhead.measure(model, streams, tokens, rounds, command, every_core)
     for record in records:
-        print(f"{record.name}: {record.value:.3f} {record.unit}")
+        scatter = f"rounds {min(record.samples):.3f} to {max(record.samples):.3f}"
+        print(f"{record.name}: {record.value:.3f} {record.unit} ({scatter})")
     if save:
         print(f"wrote {results.save('server_overhead', records)}")
 
