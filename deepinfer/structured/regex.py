@@ -2,14 +2,14 @@
 
 import re
 
-# Beyond ASCII and at line ends, dialects disagree. In a class these are what they have in common, and in a negated class
-# what any of them means.
+# Beyond ASCII and at line ends, dialects disagree. A class gets what they have in common, a negated one what any of
+# them means.
 _NARROW = {
     r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": r" \t\n\r\f\v",
-    r"\D": r"\P{Nd}", r"\W": r"[^\p{L}\p{M}\p{N}\p{Pc}_]", r"\S": r"[^\s\x{85}\x{FEFF}]",
+    r"\D": r"\P{Nd}", r"\W": r"[^\p{L}\p{M}\p{N}\p{Pc}_]", r"\S": r"[^\s\x{1C}-\x{1F}\x{85}\x{FEFF}]",
 }  # fmt: skip
 _WIDE = {
-    r"\d": r"\p{Nd}", r"\w": r"\p{L}\p{M}\p{N}\p{Pc}_", r"\s": r"\s\x{85}\x{FEFF}",
+    r"\d": r"\p{Nd}", r"\w": r"\p{L}\p{M}\p{N}\p{Pc}_", r"\s": r"\s\x{1C}-\x{1F}\x{85}\x{FEFF}",
     r"\D": "[^0-9]", r"\W": "[^0-9A-Za-z_]", r"\S": r"[^ \t\n\r\f\v]",
 }  # fmt: skip
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
