@@ -46,13 +46,9 @@ class Attention:
         """y [N, D], mixed and normed -> [N, D]. A KV source's compressor has run on this step's rows before."""
         plan, eps = self.plan, config.rms_norm_eps
         rotation = step.rotations[plan.compress_ratio > 0]
-        qr, kv = quantized_linear(y, self.wq_a_wkv, quantize_activations).split(
-            (config.q_lora_rank, config.head_dim), -1
-        )
-        qr = ops.rms_norm(qr, self.q_norm, eps)
+        qr_kv = quantized_linear(y, self.wq_a_wkv, quantize_activations)
+        qr, kv = ops.norm_latents(qr_kv, self.q_norm, self.kv_norm, eps, rotation.cos, rotation.sin)
         q = quantized_linear(qr, self.wq_b, quantize_activations).unflatten(-1, (config.num_attention_heads, -1))
-        kv = ops.rms_norm(kv, self.kv_norm, eps)
-        kv = ops.rope(kv.unsqueeze(1), rotation.cos, rotation.sin, False).squeeze(1)
 
         if self.indexer is not None:
             self.indexer.forward(y, qr, config, step, caches, sharing, quantize_activations)

@@ -33,9 +33,8 @@ class Compressor:
             return
         latent = ops.rms_norm(latent, self.norm, self.eps)
         # The index key comes from the latent before its rotation and rounding.
-        key = ops.rms_norm(ops.linear(latent, self.index_wk), self.index_k_norm, self.eps)
         cos, sin = plan.rotation.cos, plan.rotation.sin
-        key = ops.rope(key.unsqueeze(1), cos, sin, False).squeeze(1)
+        key = ops.norm_rope(ops.linear(latent, self.index_wk), self.index_k_norm, self.eps, cos, sin)
         latent = ops.rope(latent.unsqueeze(1), cos, sin, False).squeeze(1)
         ops.store_rows(caches.blocks.index_keys[self.layer_id], plan.group_slots, key, RowFormat.MXFP4)
         ops.store_rows(caches.blocks.latents[self.layer_id], plan.group_slots, latent, RowFormat.NVFP4)

@@ -85,5 +85,4 @@ def store_context(
 
 def window_rows(attention: Attention, kv: Tensor, config: ModelConfig, rotation: Rotation) -> Tensor:
     """Normed and rotated window rows of kv [N, d]."""
-    kv = ops.rms_norm(kv, attention.kv_norm, config.rms_norm_eps)
-    return ops.rope(kv.unsqueeze(1), rotation.cos, rotation.sin, False).squeeze(1)
+    return ops.norm_rope(kv, attention.kv_norm, config.rms_norm_eps, rotation.cos, rotation.sin)
