@@ -47,6 +47,16 @@ def yoco(context: typer.Context) -> None:
 @app.command(
     context_settings=_FORWARD,
     add_help_option=False,
+    epilog=examples("deepinfer bench speculation", "deepinfer bench speculation --method dspark --device cuda"),
+)
+def speculation(context: typer.Context) -> None:
+    """Decoding with and without drafts, batch by batch, and how many are accepted."""
+    _run("speculation", context.args)
+
+
+@app.command(
+    context_settings=_FORWARD,
+    add_help_option=False,
     epilog=examples("deepinfer bench overlap", "deepinfer bench overlap --device cuda --synthetic v41"),
 )
 def overlap(context: typer.Context) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.decode_curve import DecodeCurve
+from deepinfer.engine.draft_graphs import DraftGraphs, DraftSlots, draft_times
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.step import Runner
 from deepinfer.engine.verification import Speculation
@@ -17,6 +19,8 @@ from deepinfer.speculation.head import HeadDrafter
 from deepinfer.speculation.limits import num_drafts
 from deepinfer.speculation.ngram import NgramDrafter
 from deepinfer.speculation.slot_tokens import SlotTokens
+
+logger = logging.getLogger(__name__)
 
 
 def make_drafter(runner: Runner, config: EngineConfig, max_model_len: int) -> Drafter | None:
@@ -49,13 +53,28 @@ def make_speculation(
     else:
         state = SlotTokens.allocate(config.max_num_seqs + 1, drafter.num_drafts, config.device)
     variable = config.speculative_config is None or config.speculative_config.variable_length
-    step_ms = None
+    step_ms, draft_ms = None, None
+    if isinstance(drafter, HeadDrafter):
+        if graphs is not None and graphs.is_captured:
+            drafter.run = captured(drafter.draft_slots, state, config)
+        draft_ms = draft_times(drafter.run, state) if variable else None
     measure: Callable[[], DecodeCurve] | None = getattr(runner, "decode_curve", None)
     if variable and measure is not None:
         most = config.max_num_seqs * (1 + drafter.num_drafts)
         sizes = sorted({shape.rows for shape in graphs.shapes}) if graphs is not None else None
         step_ms = times_by_rows(measure(), most + 1, sizes)
-    return Speculation(drafter, state, step_ms, variable)
+    return Speculation(drafter, state, step_ms, draft_ms, variable)
+
+
+def captured(draft: DraftSlots, state: SlotTokens, config: EngineConfig) -> DraftSlots:
+    """`draft` in CUDA graphs; as it is where it cannot be captured, which is said."""
+    graphs = DraftGraphs(draft, state, config.cudagraph_batch_size_interval)
+    try:
+        graphs.capture()
+    except RuntimeError as error:
+        logger.warning("drafts are made without CUDA graphs: %s", str(error).partition("\n")[0])
+        return draft
+    return graphs
 
 
 def times_by_rows(curve: DecodeCurve, most: int, sizes: list[int] | None = None) -> np.ndarray:

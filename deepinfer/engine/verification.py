@@ -32,8 +32,9 @@ from deepinfer.speculation.drafter import Drafter, Round
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.structured.matcher import Matcher
 
-PAUSE_AFTER = 8  # decode steps in a row in which there were drafts and none paid: then none are made
-PAUSE_STEPS = 32  # for so many steps
+PAUSE_AFTER = 2  # decode steps in a row in which there were drafts and none paid: then none are made
+PAUSE_STEPS = 128  # for so many steps, or until the batch is this share of what it was
+PAUSE_ENDS = 0.75
 
 
 @dataclass(slots=True)
@@ -116,19 +117,27 @@ class Speculation:
         state: on the device; where decode steps take their tokens and positions from.
         step_ms: [more than max_num_seqs * (1 + K)] milliseconds of a decode step by its rows; None: every draft is
             verified that has a chance.
+        draft_ms: [slots] milliseconds of making drafts, by sequences; None: nothing.
         variable_length: False: all drafts are verified.
     """
 
     def __init__(
-        self, drafter: Drafter, state: SlotTokens, step_ms: np.ndarray | None, variable_length: bool = True
+        self,
+        drafter: Drafter,
+        state: SlotTokens,
+        step_ms: np.ndarray | None = None,
+        draft_ms: np.ndarray | None = None,
+        variable_length: bool = True,
     ) -> None:
         num_slots = len(state.lengths)
         self.drafter = drafter
         self.state = state
         self.variable_length = variable_length
         self.step_ms = np.ones(num_slots * (1 + drafter.num_drafts) + 1) if step_ms is None else step_ms
+        self.draft_ms = np.zeros(num_slots) if draft_ms is None else draft_ms
         self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
         self._declined = 0  # decode steps in a row whose drafts did not pay, and of the pause after them
+        self._paused_batch = 0  # sequences that decoded when it began
 
     @property
     def is_paused(self) -> bool:
@@ -147,11 +156,13 @@ class Speculation:
         chances = np.array(
             [nothing if seq.draft_scores is None else self.drafter.survival(seq.draft_scores) for seq in sequences]
         )
-        lengths = draft_lengths(chances, np.array(room), self.step_ms)
-        if lengths.any():
+        lengths = draft_lengths(chances, np.array(room), self.step_ms, self.draft_ms[len(sequences)])
+        if lengths.any() or (self.is_paused and len(sequences) < PAUSE_ENDS * self._paused_batch):
             self._declined = 0
         elif self.is_paused or chances.any():
             self._declined = (self._declined + 1) % (PAUSE_AFTER + PAUSE_STEPS)
+            if self._declined == PAUSE_AFTER:
+                self._paused_batch = len(sequences)
         return lengths.tolist()
 
     def before_decode(self, batch: ScheduledBatch) -> None:

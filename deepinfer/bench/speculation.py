@@ -1,0 +1,175 @@
+"""`deepinfer bench speculation`: decoding with and without drafts, the same requests, batch by batch.
+
+Engines over one checkpoint, without drafts, with drafts whose number follows the decode curve, and with a fixed number,
+answer the same greedy requests in alternation; the time runs from the first decode step to the last token. Outputs
+must be the same tokens; on a GPU, where the number of rows may tip a token, the share that is the same is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from deepinfer.bench import results
+from deepinfer.bench.decode import synchronize
+from deepinfer.config.engine import EngineConfig
+from deepinfer.config.speculative import SpeculativeConfig
+from deepinfer.engine.engine import Engine
+from deepinfer.llm import LLM
+from deepinfer.params import SamplingParams
+
+AREA = "speculation"
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+# Beginnings of the kinds that a model is used for: prose, code, and text that repeats its prompt.
+PROMPTS = (
+    "Once upon a time there was a little girl who lived near the forest. One day she",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n\ndef variance(values):\n",
+    "The sun is a star. The sun is very big and very hot. The earth goes around the sun. The moon goes around",
+    '{"name": "Ada", "age": 36, "city": "London"}\n{"name": "Alan", "age": 41, "city": "Leeds"}\n{"name": "Grace",',
+)
+SETTINGS = {"off": None, "variable": True, "fixed": False}  # variable_length
+
+
+@dataclass
+class Run:
+    """What one engine did with one batch."""
+
+    tokens_per_second: list[float] = field(default_factory=list)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    drafts: float = 0.0
+    accepted: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens of a sequence a round with drafts, the target's own included."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+
+def decode_once(engine: Engine, prompts: list[list[int]], max_tokens: int, run: Run) -> None:
+    """Answer the prompts once; the time of prefill is left out."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    totals = engine.observer.stats.totals
+    before = {name: totals.get(name, 0.0) for name in ("drafts", "accepted")}
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, params)
+    run.outputs = {str(number): [] for number in range(len(prompts))}
+    start = 0.0
+    counted = 0
+    while engine.has_unfinished_requests():
+        if not start and not (engine.scheduler.waiting or engine.scheduler.prefilling):
+            synchronize(engine.config.device)
+            start, counted = time.perf_counter(), sum(map(len, run.outputs.values()))
+        for output in engine.step():
+            if output.error is not None:
+                raise ValueError(f"bench: a request failed: {output.error}")
+            for completion in output.outputs:
+                run.outputs[output.request_id] += completion.token_ids
+        run.steps += bool(start)
+    synchronize(engine.config.device)
+    num_tokens = sum(map(len, run.outputs.values())) - counted
+    run.tokens_per_second.append(num_tokens / (time.perf_counter() - start))
+    run.tokens += num_tokens
+    for name, value in before.items():
+        setattr(run, name, getattr(run, name) + totals.get(name, 0.0) - value)
+
+
+def measure(engines: dict[str, Engine], prompts: list[list[int]], max_tokens: int, rounds: int) -> dict[str, Run]:
+    """All engines over the same prompts, in alternation; the first round warms up."""
+    runs = {name: Run() for name in engines}
+    for number in range(rounds + 1):
+        if number == 1:
+            runs = {name: Run() for name in engines}
+        for name, engine in engines.items():
+            decode_once(engine, prompts, max_tokens, runs[name])
+    return runs
+
+
+def records_of(runs: dict[str, Run], method: str, name: str, batch: int, command: str, device: str) -> list:
+    """Speculation against none, and its chosen lengths against fixed ones."""
+    medians = {setting: median(run.tokens_per_second) for setting, run in runs.items()}
+    hardware = None if device != "cpu" else results.cpu_device_name()
+    samples = [
+        {"setting": setting, "tokens_per_second": run.tokens_per_second, "accepted_length": run.accepted_length}
+        for setting, run in runs.items()
+    ]
+    common: dict[str, Any] = {"part": "5", "unit": "tok/s", "command": command, "samples": samples, "device": hardware}
+    made = [
+        results.measured(
+            f"decode with {method} drafts, batch {batch} ({name})",
+            value=medians["variable"],
+            baseline_name="no drafts",
+            baseline_value=medians["off"],
+            target=(1.4 if batch == 1 else 0.97) if method == "dspark" else 0.97,
+            **common,
+        )
+    ]
+    if "fixed" in runs:
+        made.append(
+            results.measured(
+                f"decode with {method} drafts, batch {batch}: lengths by the curve ({name})",
+                value=medians["variable"],
+                baseline_name="fixed length",
+                baseline_value=medians["fixed"],
+                target=1.0 if batch >= 16 else None,
+                **common,
+            )
+        )
+    return made
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="deepinfer bench speculation",
+        description=__doc__,
+        epilog="Example: `deepinfer bench speculation --method dspark --device cuda`",
+    )
+    parser.add_argument("--model", default="nano", help="nano or a checkpoint folder (default nano)")
+    parser.add_argument("--method", choices=("ngram", "dspark"), default="ngram", help="what makes the drafts")
+    parser.add_argument("--num-speculative-tokens", type=int, default=5, help="most drafts of a step (default 5)")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="batch sizes (default 1 to 64)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of an answer (default 128)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of all engines, alternating (default 3)")
+    parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
+    parser.add_argument("--quick", action="store_true", help="one short round of batches 1 and 4; nothing is saved")
+    options = parser.parse_args(arguments)
+    batches, rounds, max_tokens = options.batches, options.rounds, options.max_tokens
+    if options.quick:
+        batches, rounds, max_tokens = (1, 4), 1, 16
+    command = " ".join(["deepinfer bench speculation", *arguments])
+    models = {}
+    for setting, variable in SETTINGS.items():
+        speculative = None
+        if variable is not None:
+            speculative = SpeculativeConfig(
+                method=options.method,
+                num_speculative_tokens=options.num_speculative_tokens,
+                variable_length=variable,
+            )
+        config = EngineConfig(
+            max_num_seqs=max(batches), max_model_len=1024, device=options.device, speculative_config=speculative
+        )
+        models[setting] = LLM(options.model, config)
+    engines, tokenizer = {setting: llm.engine for setting, llm in models.items()}, models["off"].tokenizer
+    if tokenizer is None:
+        parser.error(f"--model {options.model} has no tokenizer")
+    made = []
+    for batch in batches:
+        # No two alike: each starts with the others' number of words dropped.
+        texts = [" ".join(PROMPTS[i % len(PROMPTS)].split(" ")[i // len(PROMPTS) % 8 :]) for i in range(batch)]
+        prompts = [tokenizer.encode_text(text) for text in texts]
+        runs = measure(engines, prompts, max_tokens, rounds)
+        same = sum(runs["variable"].outputs[key] == tokens for key, tokens in runs["off"].outputs.items())
+        made += records_of(runs, options.method, options.model, batch, command, options.device)
+        figures = ", ".join(
+            f"{setting} {median(run.tokens_per_second):,.1f} tok/s ({run.accepted_length:.2f} a round)"
+            for setting, run in runs.items()
+        )
+        print(f"batch {batch}: {figures}; {same} of {batch} outputs are the same", flush=True)
+    if not options.quick:
+        print(f"wrote {results.save(AREA, made)}")

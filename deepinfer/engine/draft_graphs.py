@@ -1,0 +1,101 @@
+"""DraftGraphs: the second runner. Making drafts, captured once for each size of a ladder and replayed ever after.
+
+A draft head is small, and launching its kernels one by one costs more than running them. Its inputs are where the
+sequences are (state slots); everything else it reads on the device (speculation/slot_tokens.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.engine.cuda_graph import WARM_UPS, batch_sizes
+from deepinfer.speculation.drafter import Drafts
+from deepinfer.speculation.slot_tokens import SlotTokens
+
+logger = logging.getLogger(__name__)
+
+DraftSlots = Callable[[SlotTokens, Tensor], Drafts]
+
+
+class DraftGraphs:
+    """Called like `draft`, whose results it gives; they stay until the next call.
+
+    Args:
+        draft: state, slots int64 [S] -> Drafts; no shape and no launch may depend on values.
+        state: the one that is always given.
+        interval: distance between captured sizes.
+    """
+
+    def __init__(self, draft: DraftSlots, state: SlotTokens, interval: int) -> None:
+        self.draft = draft
+        self.state = state
+        self.sizes = batch_sizes(len(state.lengths) - 1, interval)
+        self._slots = torch.zeros(self.sizes[-1], dtype=torch.int64, device=state.lengths.device)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._drafts: Drafts | None = None
+
+    def __call__(self, state: SlotTokens, slots: Tensor) -> Drafts:
+        assert state is self.state and self._drafts is not None
+        count = len(slots)
+        index = bisect_left(self.sizes, count)
+        self._slots[:count] = slots
+        self._slots[count : self.sizes[index]] = 0  # the null slot
+        self._graphs[index].replay()
+        return Drafts(self._drafts.tokens[:count], self._drafts.scores[:count])
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all sizes, the largest first. Writes to the null slot only."""
+        device = self._slots.device
+        with torch.cuda.device(device):
+            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            for size in reversed(self.sizes):
+                slots = self._slots[:size]
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    for _ in range(WARM_UPS):
+                        drafts = self.draft(self.state, slots)
+                    if self._drafts is None:
+                        self._drafts = Drafts(torch.empty_like(drafts.tokens), torch.empty_like(drafts.scores))
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    drafts = self.draft(self.state, slots)
+                    self._drafts.tokens[:size] = drafts.tokens
+                    self._drafts.scores[:size] = drafts.scores
+                self._graphs.insert(0, graph)
+            torch.cuda.synchronize(device)
+        logger.info("captured %d draft graphs of up to %d sequences", len(self.sizes), self.sizes[-1])
+
+
+def draft_times(draft: DraftSlots, state: SlotTokens, repeats: int = 3) -> np.ndarray:
+    """Milliseconds [slots] of making drafts for 0, 1, ... sequences: measured at powers of two, linear in between.
+
+    Writes to the null slot only.
+    """
+    most, device = len(state.lengths) - 1, state.lengths.device
+    sizes = batch_sizes(most, 1 << most.bit_length())
+    times = []
+    for size in sizes:
+        slots = torch.zeros(size, dtype=torch.int64, device=device)
+        draft(state, slots)
+        times.append(statistics.median(_timed(draft, state, slots) for _ in range(repeats)))
+    return np.interp(np.arange(most + 1), sizes, times)
+
+
+def _timed(draft: DraftSlots, state: SlotTokens, slots: Tensor) -> float:
+    if slots.is_cuda:
+        torch.cuda.synchronize(slots.device)
+    begin = time.perf_counter()
+    draft(state, slots)
+    if slots.is_cuda:
+        torch.cuda.synchronize(slots.device)
+    return (time.perf_counter() - begin) * 1e3
