@@ -3,7 +3,7 @@
 Each round runs the same requests twice, one after the other: by the bare engine in this process, on all cores, and as
 streams of chat completions through a real `deepinfer serve` with its default settings. A decode step gives every stream
 one token, so the gap between two pieces of a stream is a step as a client sees it: its median less that of the engine's
-own steps is the overhead. The throughput is of whole runs, prefill included. CPU times are measured beside them, because
+own steps is the overhead. The throughput is of whole runs, prefill included. CPU times stand beside them, because
 on a busy machine they move less than wall time: that of the server's process, which works while the engine is in its
 next step, and what the engine process needs more than the engine alone.
 """

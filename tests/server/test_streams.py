@@ -137,6 +137,20 @@ def test_readers_that_are_slow_do_not_hold_up_the_others(server: Server) -> None
     server.wait_for("deepinfer:num_requests_running", 0)
 
 
+def test_a_client_that_closes_its_side_has_gone(server: Server) -> None:
+    """Whoever says that nothing more will come is not told the rest either: its cache is free within a step."""
+    with slow_socket(server) as connection:
+        connection.sendall(request_bytes("/v1/completions", TEXT | {"max_tokens": 900, "stream": True}))
+        assert connection.recv(100)
+        connection.shutdown(socket.SHUT_WR)
+        server.wait_for("deepinfer:num_requests_running", 0)
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    assert b"[DONE]" not in received
+    assert server.metric("deepinfer:kv_cache_usage_perc") == 0
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_an_event_may_wait_for_several_tokens(server: Server, path: str) -> None:
     """The first token waits for none, the last event brings the rest."""
