@@ -10,7 +10,7 @@ from torch import Tensor
 
 TILE_ROWS, TILE_COLUMNS = 256, 128
 TILE_BYTES = TILE_ROWS * (TILE_COLUMNS // 2 + TILE_COLUMNS // 32)
-EXPERTS_AT_ONCE = 8
+EXPERTS_AT_ONCE = 4  # arranging takes some 100 bytes a weight byte
 
 
 @dataclass(frozen=True)
