@@ -20,7 +20,6 @@ from deepinfer.kernels.registry import backend
 
 SEGMENT = 16384  # positions of one program
 LARGEST_K = 4096
-USE_CUDA_CPP = True
 LOWEST = tl.constexpr(0x007FFFFF)  # ordered bits of -inf
 
 
@@ -103,7 +102,7 @@ def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor:
     for none. k is at most LARGEST_K. On Hopper in CUDA C++ (kernels/deep_select), elsewhere in Triton."""
     if scores.stride(1) != 1:
         scores = scores.contiguous()
-    chosen = deep_select.select_top_k(scores, k, row_k) if USE_CUDA_CPP else None
+    chosen = deep_select.select_top_k(scores, k, row_k)
     return select_in_levels(scores, k, row_k) if chosen is None else chosen
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
+from deepinfer.kernels.registry import USES_CUDA_CPP
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,8 @@ def _kernels(bf16: bool, device: int) -> dict[Plan, Kernel]:
 
 @cache
 def is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    """Whether the kernels in CUDA C++ run there."""
+    return USES_CUDA_CPP and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def parameters(scores: Tensor, k: int, row_k: Tensor | None, out: Tensor, chosen: Plan) -> _Params:
