@@ -169,6 +169,20 @@ def serve(
     enable_log_requests: Annotated[
         bool, typer.Option("--enable-log-requests", help="Also log what clients write: their prompts.")
     ] = False,
+    disable_access_log: Annotated[
+        bool,
+        typer.Option(
+            "--disable-access-log", "--disable-uvicorn-access-log", help="No line in the log for an answered request."
+        ),
+    ] = False,
+    disable_log_stats: Annotated[
+        bool, typer.Option("--disable-log-stats", help="No line of statistics in the log.")
+    ] = False,
+    docs: Annotated[bool, typer.Option("--docs/--disable-fastapi-docs", help="Serve /docs and /openapi.json.")] = True,
+    force_usage: Annotated[
+        bool,
+        typer.Option("--enable-force-include-usage", help="Streams end with their usage, whether asked for or not."),
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(callback=load_config, is_eager=True, exists=True, dir_okay=False, help="YAML, JSON or TOML file."),
@@ -192,6 +206,7 @@ def serve(
             help="What other servers must be told and this one always does.",
         ),
     ] = False,  # fmt: skip
+    chat_template: Annotated[str | None, typer.Option(hidden=True, help="Of vLLM; the prompt is the model's.")] = None,
     api_server_count: Annotated[int, typer.Option(hidden=True, help="Of vLLM; here one process answers.")] = 1,
     headless: Annotated[bool, typer.Option("--headless", hidden=True, help="Of vLLM, for several nodes.")] = False,
     max_num_seqs: options.MaxNumSeqs = None,
@@ -218,6 +233,8 @@ def serve(
         raise ValueError("--api-key must not be empty")
     if model_tag is not None and model not in ("nano", model_tag):
         raise ValueError(f"give the model once, got {model_tag!r} and --model {model!r}")
+    if chat_template is not None:
+        raise ValueError("--chat-template is not supported: the prompt format belongs to the model")
     if api_server_count != 1:
         raise ValueError(
             f"--api-server-count must be 1, got {api_server_count}: one process answers all requests; start several "
@@ -244,6 +261,8 @@ def serve(
         swap_memory=swap_memory,
         prefill_step_ms=prefill_step_ms,
     )
+    if disable_log_stats:
+        os.environ["DEEPINFER_STATS_INTERVAL"] = "0"
     if profiler_port is not None:
         os.environ["DEEPINFER_PROFILER_PORT"] = str(profiler_port)
     from deepinfer.server.launch import run_server
@@ -274,6 +293,9 @@ def serve(
         threads=threads,
         root_path=root_path,
         stream_interval=stream_interval,
+        access_log=not disable_access_log,
+        docs=docs,
+        force_usage=force_usage,
     )
 
 

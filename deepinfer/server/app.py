@@ -49,12 +49,12 @@ ROUTERS = (
 
 
 def create_app(
-    state: ServerState, allowed_origins: tuple[str, ...] = (), web: bool = True, root_path: str = ""
+    state: ServerState, allowed_origins: tuple[str, ...] = (), web: bool = True, root_path: str = "", docs: bool = True
 ) -> FastAPI:
     """The application of one model.  The engine in `state` is closed with the application.
 
     Pages of `allowed_origins` may call it from a browser (CORS); without any, none may but its own (`web`).  Behind a
-    proxy that puts `root_path` before every path, it answers with and without it.
+    proxy that puts `root_path` before every path, it answers with and without it.  Without `docs` nothing describes it.
     """
 
     @asynccontextmanager
@@ -78,7 +78,8 @@ def create_app(
     app.state.server = state
     install_handlers(app)
     for module in ROUTERS:
-        app.include_router(module.router)
+        if docs or module is not api_docs:
+            app.include_router(module.router)
     if web:
         app.include_router(web_page.router)
     app.add_middleware(CountRequests, metrics=state.metrics)

@@ -110,7 +110,8 @@ class ChatAnswer(Answer):
         self.choices: list[ChatChoice] = []
         self.id, self.created = answer_id, int(time.time())
         # Looked at for every token.
-        self._continuous_usage, self._include_usage = body.continuous_usage, body.include_usage
+        self._continuous_usage = body.continuous_usage
+        self._include_usage = body.include_usage or state.force_usage
         self._echo = text_of(body.messages[-1]) if body.echo and continues_last(body) else ""
         self._hides_reasoning, self._return_token_ids = body.include_reasoning is False, bool(body.return_token_ids)
 

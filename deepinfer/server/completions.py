@@ -104,6 +104,7 @@ class CompletionAnswer(Answer):
     def __init__(self, state: ServerState, body: CompletionRequest, choices: list[Choice], answer_id: str):
         self.state, self.request, self.choices = state, body, choices
         self._started: set[int] = set()
+        self._include_usage = body.include_usage or state.force_usage
         self.head = {
             "id": answer_id,
             "object": "text_completion",
@@ -122,14 +123,14 @@ class CompletionAnswer(Answer):
         self._started.add(number)
         choice.add(delta)
         chunk = self.head | {"choices": [self._choice(choice, text, delta, first)]}
-        if self.request.include_usage:
+        if self._include_usage:
             chunk["usage"] = None
         if self.request.continuous_usage:
             chunk["usage"] = self.usage()
         return [chunk]
 
     def end(self) -> Events:
-        return [self.head | {"choices": [], "usage": self.usage()}] if self.request.include_usage else []
+        return [self.head | {"choices": [], "usage": self.usage()}] if self._include_usage else []
 
     def usage(self) -> dict[str, Any]:
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self.choices}  # a prompt counts once for its n

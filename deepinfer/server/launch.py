@@ -60,12 +60,16 @@ def run_server(
     threads: int | None = None,
     root_path: str = "",
     stream_interval: int = 1,
+    access_log: bool = True,
+    docs: bool = True,
+    force_usage: bool = False,
 ) -> None:
     """Serve until interrupted, then give requests in flight `shutdown_timeout` seconds to finish.
 
     The engine gets a process of its own unless `in_process`; while it loads the model, /ready says so.  `max_queue`
     sequences may wait for it, by default four times as many as it runs at once.  `log_requests` logs bodies, too.
     `threads`: of its process.  `root_path`: what a proxy puts before every path.  `stream_interval`: tokens an event.
+    `access_log`: a line for every answered request.  `force_usage`: streams end with their usage in any case.
 
     `generation_config`: see `sampling_defaults`.
 
@@ -75,6 +79,8 @@ def run_server(
     listening.check()
     max_queue = 4 * config.max_num_seqs if max_queue is None else max_queue
     show_log(log_level, log_format)
+    if not access_log:
+        logging.getLogger("deepinfer.server.requests").setLevel("WARNING")
     raise_file_limit(FILES + config.max_num_seqs + max_queue)
     listener = listening.bind()  # first, so that a taken port does not cost the time of loading
     with listener:
@@ -93,11 +99,12 @@ def run_server(
             limits=Limits(config.max_num_seqs + max_queue, max_concurrency_per_key, rate_limit, max_body_bytes),
             log_requests=log_requests,
             stream_interval=stream_interval,
+            force_usage=force_usage,
         )
         url = listening.url(listener)
         logger.info("listening at %s while the model loads", url)
         settings = uvicorn.Config(
-            create_app(state, allowed_origins, web, root_path),
+            create_app(state, allowed_origins, web, root_path, docs),
             log_config=None,
             access_log=False,  # middleware.LogRequests says more
             lifespan="on",

@@ -46,6 +46,7 @@ class ServerState:
     background: set[asyncio.Task[None]] = field(default_factory=set)
     workers: Workers = field(default_factory=Workers)
     log_requests: bool = False  # also what clients wrote
+    force_usage: bool = False  # streams end with their usage, whether asked for or not
     stream_interval: int = 1  # tokens of a sequence that an event of a stream waits for
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """Options of `deepinfer serve` that change how it answers, and those of other servers that it refuses."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ ASK = {"model": MODEL, "prompt": "hello", "max_tokens": 17, "ignore_eos": True, 
 @pytest.fixture(scope="module")
 def behind_proxy(checkpoint: Path) -> Iterator[Server]:
     options = ("--root-path", "/llm/v4", "--stream-interval", "8", "--threads", "3", "--api-key", "k")
+    options += ("--enable-force-include-usage", "--disable-uvicorn-access-log")
     running = start_server(checkpoint, "--served-model-name", MODEL, *options)
     yield running
     running.process.terminate()
@@ -44,6 +46,27 @@ def test_events_wait_for_the_interval_of_the_server(behind_proxy: Server) -> Non
 
     assert count({}) == 3  # 1 + 8 + 8 tokens
     assert count({"stream_interval": 1}) == 17
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_comes_unasked_where_the_server_is_told_so(behind_proxy: Server, path: str) -> None:
+    body = ASK | {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    if path == "/v1/chat/completions":
+        body.pop("prompt")
+    answer = httpx.post(behind_proxy.url + path, json=body, headers={"Authorization": "Bearer k"}, timeout=60)
+    events = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
+    assert events[-1]["usage"]["completion_tokens"] == 17 and events[-1]["choices"] == []
+    assert not any("POST" in line for line in behind_proxy.log), "no line a request"
+
+
+def test_nothing_describes_the_api_where_that_is_not_wanted(checkpoint: Path) -> None:
+    running = start_server(checkpoint, "--disable-fastapi-docs", "--disable-log-stats")
+    try:
+        for path in ("/docs", "/openapi.json"):
+            assert httpx.get(running.url + path).status_code == 404
+    finally:
+        running.process.terminate()
+        running.process.wait(timeout=30)
 
 
 def test_the_engine_gets_the_threads_that_were_asked_for(behind_proxy: Server) -> None:
@@ -74,6 +97,7 @@ def test_one_core_is_left_to_the_server(
     [
         (["--api-server-count", "2"], "--api-server-count must be 1, got 2"),
         (["--headless"], "--headless is not supported"),
+        (["--chat-template", "x.jinja"], "--chat-template is not supported: the prompt format belongs to the model"),
         (["--root-path", "llm"], "--root-path must be a path such as /llm"),
         (["--root-path", "/llm/"], "--root-path must be a path such as /llm"),
         (["--root-path", "/a b"], "--root-path must be a path such as /llm"),
