@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 HC, SUMS, THREADS = 4, 26, 256
 MOST_TOKENS = 128  # more are faster in three kernels that use the tensor cores
-_NON_PORTABLE_CLUSTERS = 13  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
 
 class _Params(ctypes.Structure):

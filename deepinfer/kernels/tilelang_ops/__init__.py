@@ -1,0 +1,33 @@
+"""Operations as TileLang kernels: one language for NVIDIA GPUs (`cuda`) and Ascend NPUs (`asc`).
+
+Each module of a backend has factories whose names end in `_tl`: sizes that are fixed in a model -> a TileLang function,
+for `tilelang.compile` or `source`. Importing this package needs TileLang and takes the factories of the platform's
+backend. On Hopper the operations run in Triton or CUDA C++; these are the portable ones (docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import tilelang
+
+from deepinfer.kernels.platform import PLATFORM
+
+TARGETS: dict[str, Any] = {"cuda": {"kind": "cuda", "arch": "sm_90"}, "asc": "ascend"}
+
+_package = importlib.import_module(f"{__package__}.{PLATFORM.tilelang_ops_backend}")
+for _info in pkgutil.iter_modules(_package.__path__):
+    _module = importlib.import_module(f"{_package.__name__}.{_info.name}")
+    for _name, _factory in vars(_module).items():
+        if _name.endswith("_tl"):
+            globals()[_name] = _factory
+
+
+def source(function: Any, backend: str = PLATFORM.tilelang_ops_backend) -> str:
+    """CUDA C++ or AscendC of what a factory made; needs neither a device nor its compiler."""
+    target = tilelang.tvm.target.Target(TARGETS[backend])
+    with target:
+        lowered = tilelang.lower(function, target=target, enable_host_codegen=False, enable_device_compile=False)
+    return lowered.kernel_source

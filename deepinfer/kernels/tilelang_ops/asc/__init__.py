@@ -1,0 +1,1 @@
+"""For Ascend NPUs: lowered to AscendC."""
