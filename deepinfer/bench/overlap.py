@@ -19,7 +19,7 @@ import torch
 
 from deepinfer.bench import results
 from deepinfer.bench.decode import add_model_options, add_requests, decode, model_name, prefill, step, synchronize
-from deepinfer.bench.synthetic import benchmark_engine, benchmark_model
+from deepinfer.bench.synthetic import benchmark_engine, benchmark_model, num_blocks
 from deepinfer.bench.timeline import Interval, Timeline, draw, read_trace
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
@@ -53,6 +53,7 @@ def decoding_engine(model: Model, overlapped: bool, load: Load, device: str) -> 
     config = EngineConfig(
         max_num_seqs=load.batch,
         max_model_len=load.prompt_len + load.max_tokens,
+        num_blocks=num_blocks(load.batch, load.prompt_len + load.max_tokens),  # two engines share the device
         watermark=0.0,
         device=device,
         cuda_graphs=load.cuda_graphs,

@@ -133,6 +133,11 @@ def benchmark_model(
     return synthetic_model(synthetic_config(synthetic, num_layers, num_experts), dtype, device)
 
 
+def num_blocks(num_seqs: int, num_tokens: int) -> int:
+    """Cache blocks for `num_seqs` sequences of `num_tokens` tokens each, and the null block."""
+    return 1 + num_seqs * -(-num_tokens // EngineConfig.block_size)
+
+
 def benchmark_engine(model: Model, config: EngineConfig) -> Engine:
     """An engine with caches of its own; no token ends a sequence."""
     return Engine(ModelRunner(model, config), config)

@@ -16,7 +16,7 @@ import torch
 
 from deepinfer.bench import results
 from deepinfer.bench.decode import add_model_options, add_requests, model_name, step, synchronize
-from deepinfer.bench.synthetic import benchmark_engine, benchmark_model
+from deepinfer.bench.synthetic import benchmark_engine, benchmark_model, num_blocks
 from deepinfer.bench.worker import peak_bytes
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
@@ -36,6 +36,7 @@ def make_engine(model: Model, mode: str, options: argparse.Namespace) -> Engine:
     config = EngineConfig(
         max_num_seqs=1,
         max_model_len=options.prompt_len + 2,
+        num_blocks=num_blocks(1, options.prompt_len + 2),  # two engines share the device
         device=options.device,
         prefill_chunk_size=options.chunk,
         max_num_batched_tokens=max(options.chunk, 2048),

@@ -41,6 +41,7 @@ def default_cache_bytes(config: EngineConfig, slot_bytes: int) -> int:
         return DEFAULT_CACHE_BYTES
     import torch
 
+    torch.cuda.empty_cache()  # what loading left in PyTorch's cache is not in use
     free, total = torch.cuda.mem_get_info(torch.device(config.device))
     left = int(total * config.gpu_memory_utilization) - (total - free) - (config.max_num_seqs + 1) * slot_bytes
     if left <= 0 and config.num_blocks is None and config.cache_memory_bytes is None:
