@@ -24,7 +24,7 @@ ALLOWED = {
     "kernels": {"errors", "envs", "config", "terminal"},
     "models": SHARED | {"kernels"},
     "sampling": SHARED | {"kernels", "structured"},
-    "speculation": SHARED | {"kernels", "models"},
+    "speculation": SHARED | {"kernels", "models", "sampling"},
     "observability": SHARED,
     "engine": HOST,
     "recipe": set(),

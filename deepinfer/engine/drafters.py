@@ -32,7 +32,8 @@ def make_drafter(runner: Runner, config: EngineConfig, max_model_len: int) -> Dr
         count = runner.num_drafts
         if speculative.method == "dspark":
             assert isinstance(runner.model, DeepseekV41) and runner.model.draft_head is not None
-            return HeadDrafter(runner.model.draft_head, runner.caches, count)
+            draws = speculative.draft_sample_method == "probabilistic"
+            return HeadDrafter(runner.model.draft_head, runner.caches, count, draws)
     elif speculative.method == "dspark":
         raise ValueError("speculative method must not be dspark: this runner has no draft head")
     else:

@@ -2,7 +2,9 @@
 
 A sequence has a row for its last token and one for each draft after it. The target's own token is drawn at every row,
 with the seed, the counter and the edits that it would have if the drafts before it were output; it is the output as far
-as the drafts agree. So the tokens are those of decoding one by one, at every temperature.
+as the drafts agree. So the tokens are those of decoding one by one, at every temperature. A drafter that draws its
+drafts has them accepted by rejection sampling instead (kernels/reference/rejection.py): a row's token is then its draft
+or drawn from what is left, which cannot be the draft, and the same comparison tells how far they are accepted.
 
 Everything is launched before the host knows the tokens: how far a sequence has come, its latest token and its next
 drafts stay on the device (speculation/slot_tokens.py). The host plans with the longest that each sequence may be.
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence as TokenSequence
@@ -24,7 +27,14 @@ from deepinfer.kernels import ops
 from deepinfer.kernels.reference.speculation import NO_DRAFT
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.params import SamplingParams
-from deepinfer.sampling.sampler import LaunchedSample, launch_sample
+from deepinfer.sampling.sampler import (
+    Choose,
+    DrawParameters,
+    LaunchedSample,
+    launch_sample,
+    pack_parameters,
+    unpack_parameters,
+)
 from deepinfer.sampling.transfer import Download, upload
 from deepinfer.sampling.types import SampledSequence
 from deepinfer.speculation.draft_lengths import draft_lengths
@@ -137,6 +147,7 @@ class Speculation:
         self.draft_ms = np.zeros(num_slots) if draft_ms is None else draft_ms
         self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
         self._declined = 0  # decode steps in a row whose drafts did not pay, and of the pause after them
+        self._draft_probabilities: Tensor | None = None  # float32 [slots, K, V] that the latest drafts were drawn from
         self._paused_batch = 0  # sequences that decoded when it began
 
     @property
@@ -156,7 +167,9 @@ class Speculation:
         chances = np.array(
             [nothing if seq.draft_scores is None else self.drafter.survival(seq.draft_scores) for seq in sequences]
         )
-        lengths = draft_lengths(chances, np.array(room), self.step_ms, self.draft_ms[len(sequences)])
+        lengths = draft_lengths(
+            chances, np.array(room), self.step_ms, self.draft_ms[len(sequences)], self.drafter.draws
+        )
         if lengths.any() or (self.is_paused and len(sequences) < PAUSE_ENDS * self._paused_batch):
             self._declined = 0
         elif self.is_paused or chances.any():
@@ -188,7 +201,11 @@ class Speculation:
         num_drafts = [0] * len(sequences) if is_prefill else [n - 1 for n in step.batch.num_tokens]
         counts = np.array(num_drafts, np.int64)
         first_rows = np.cumsum(counts + 1) - counts - 1
-        sampled = launch_sample(step.logits, verification_rows(sequences, num_drafts), eos_token_ids)
+        choose = None
+        if self.drafter.draws and counts.any():
+            assert isinstance(step.slots, np.ndarray)
+            choose = self._rejection(step.slots, counts, any(_has_filters(seq.params) for seq in sequences))
+        sampled = launch_sample(step.logits, verification_rows(sequences, num_drafts), eos_token_ids, choose)
         if not sequences:
             return LaunchedRound(sequences, num_drafts, first_rows, sampled, None, self.drafter)
         state, device = self.state, step.logits.device
@@ -202,13 +219,48 @@ class Speculation:
         )
         # A sequence that has ended may have come further on the device than what the host kept of it.
         longest = int((known + counts).max()) + 1 + self.drafter.num_drafts
-        round = Round(slots, tokens, accepted, longest)
+        drawing = None
+        if self.drafter.draws and not self.is_paused:
+            packed = pack_parameters(sequences, step.logits.shape[1])
+            most = int(packed[3].max(where=packed[3] < step.logits.shape[1], initial=0))
+            drawing, _ = unpack_parameters(upload(packed, device), most)
+        round = Round(slots, tokens, accepted, longest, drawing)
         self.drafter.chosen(state, round)
-        results: list[torch.Tensor] = [accepted]
+        results: list[Tensor] = [accepted]
         for seq in sequences:
             seq.has_drafts = not self.is_paused
         if not self.is_paused:
             drafts = self.drafter.draft(state, round)
             state.tokens[slots, 1:] = drafts.tokens
+            if drafts.probabilities is not None:
+                if self._draft_probabilities is None:
+                    shape = len(state.lengths), *drafts.probabilities.shape[1:]
+                    self._draft_probabilities = drafts.probabilities.new_zeros(shape)
+                self._draft_probabilities[slots] = drafts.probabilities
             results += [drafts.tokens, drafts.scores]
         return LaunchedRound(sequences, num_drafts, first_rows, sampled, Download(results), self.drafter)
+
+    def _rejection(self, slots: np.ndarray, counts: np.ndarray, filters: bool) -> Choose:
+        """Takes a draft or what is left without it; a sequence's last row, which has no draft behind it, as drawn."""
+        probabilities = self._draft_probabilities
+        assert probabilities is not None
+        owner = np.repeat(np.arange(len(counts)), counts + 1)
+        column = np.arange(len(owner)) - (np.cumsum(counts + 1) - counts - 1)[owner]
+        has_draft = column < counts[owner]
+        packed = np.stack((slots[owner], np.where(has_draft, column, 0), has_draft.astype(np.int64)))
+
+        def choose(logits: Tensor, drawing: DrawParameters, tokens: Tensor) -> Tensor:
+            row_slots, columns, is_draft = upload(packed, logits.device)
+            target = ops.token_probabilities(
+                logits, drawing.temperature, drawing.num_candidates, drawing.top_p, drawing.min_p, filters
+            )
+            drafts = self.state.tokens[row_slots, 1 + columns].clamp_min(0)
+            draft = probabilities[row_slots, columns]
+            chosen = ops.accept_or_resample(target, draft, drafts, drawing.seeds, drawing.counters)
+            return torch.where(is_draft > 0, chosen, tokens)
+
+        return choose
+
+
+def _has_filters(params: SamplingParams) -> bool:
+    return params.top_p < 1 or bool(params.top_k) or params.force_topk is not None

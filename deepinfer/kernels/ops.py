@@ -16,6 +16,7 @@ from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, h
 from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, mask_to_candidates, top_k_positions
 from deepinfer.kernels.reference.moe import moe_experts, moe_experts_fp4, moe_gate
 from deepinfer.kernels.reference.prefill_plan import prefill_plan, window_plan
+from deepinfer.kernels.reference.rejection import accept_or_resample, token_probabilities
 from deepinfer.kernels.reference.sampling import draw_tokens
 from deepinfer.kernels.reference.speculation import lookup_drafts, verify_tokens
 from deepinfer.kernels.reference.step import decode_plan, entry_slots
@@ -25,6 +26,7 @@ if torch.cuda.is_available() and find_spec("triton") is not None:
 
 __all__ = [
     "RowFormat",
+    "accept_or_resample",
     "apply_token_bitmask",
     "candidate_blocks",
     "decode_plan",
@@ -58,6 +60,7 @@ __all__ = [
     "sparse_attention",
     "store_rows",
     "swiglu",
+    "token_probabilities",
     "top_k_positions",
     "verify_tokens",
     "window_plan",

@@ -4,9 +4,10 @@ On a GPU nothing in `launch_sample` makes the host wait: parameters go up in one
 next step on the device, and what the host wants of them is copied down behind them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,10 +59,32 @@ def sample(logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: 
     return launch_sample(logits, sequences, eos_token_ids).read()
 
 
+class DrawParameters(NamedTuple):
+    """How the tokens of R rows are drawn: arguments of ops.draw_tokens, in its order."""
+
+    temperature: Tensor
+    num_candidates: Tensor
+    most_candidates: int
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    counters: Tensor
+
+
+# Logits float32 [R, V] after all edits, how they are drawn from, and the tokens drawn int64 [R] -> those to take.
+Choose = Callable[[Tensor, DrawParameters, Tensor], Tensor]
+
+
 def launch_sample(
-    logits: Tensor, sequences: Sequence[SampledSequence], eos_token_ids: Collection[int] = ()
+    logits: Tensor,
+    sequences: Sequence[SampledSequence],
+    eos_token_ids: Collection[int] = (),
+    choose: Choose | None = None,
 ) -> LaunchedSample:
-    """`sample` in two halves: this one asks the device for the tokens, `read` waits for them."""
+    """`sample` in two halves: this one asks the device for the tokens, `read` waits for them.
+
+    choose: may take other tokens than those drawn; None: those.
+    """
     if not sequences:  # a chunk that ends no prompt: `read` waits for the step all the same
         none = torch.empty(0, dtype=torch.int64, device=logits.device)
         return LaunchedSample(none, [], Download([none, logits[:, 0]]))
@@ -77,11 +100,10 @@ def launch_sample(
         counts = packed[3]
         most_candidates = int(counts.max(where=counts < logits.shape[1], initial=0))
         parameters = upload(packed, logits.device)
-    temperature, top_p, min_p = parameters[:3].view(torch.float64)
-    num_candidates, seeds, counters, golden = parameters[3:]
-    token_ids, largest = ops.draw_tokens(
-        edited, temperature, num_candidates, most_candidates, top_p, min_p, seeds, counters
-    )
+    drawing, golden = unpack_parameters(parameters, most_candidates)
+    token_ids, largest = ops.draw_tokens(edited, *drawing)
+    if choose is not None:
+        token_ids = choose(edited, drawing, token_ids)
     if is_forced:
         token_ids = torch.where(golden == NO_TOKEN, token_ids, golden)
     groups = launch_logprobs(logits, token_ids, sequences)
@@ -108,6 +130,13 @@ def pack_parameters(sequences: Sequence[SampledSequence], vocab_size: int) -> np
         if p.golden_token_ids is not None:
             packed[6, row] = _golden_token(sequences[row])
     return packed
+
+
+def unpack_parameters(parameters: Tensor, most_candidates: int) -> tuple[DrawParameters, Tensor]:
+    """Of `pack_parameters`, on the device; and the golden tokens."""
+    temperature, top_p, min_p = parameters[:3].view(torch.float64)
+    num_candidates, seeds, counters, golden = parameters[3:]
+    return DrawParameters(temperature, num_candidates, most_candidates, top_p, min_p, seeds, counters), golden
 
 
 def greedy_parameters(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:

@@ -4,9 +4,10 @@ DSpark's rule (spec: model, section 8): a step with B rows takes step_ms(B) and 
 millisecond, where tau is a token a sequence and the chance of each draft that it and all before it are accepted. Drafts
 are admitted in the order of that chance.
 
-The chances are those of an earlier round: the drafts to be verified need not be known to the host yet, and what is
-decided cannot depend on what they are. So the search need not stop at the first fall of Theta, which it does in a rule
-that looks at the drafts themselves: a captured step costs the same up to its padded size, and only the next one pays.
+Drafts that are compared with the target's own draws may be chosen in any way, the output is the same: the best of all
+numbers of drafts is taken, also behind a fall of Theta (a captured step costs the same up to its padded size). Drafts
+that were drawn themselves are admitted until the first fall only: whether a draft is verified must not depend on what
+it is, which the chances of the drafts behind it tell.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import numpy as np
 MARGIN = 1.02  # the gain below which a step without drafts is taken: chances and times are estimates
 
 
-def draft_lengths(survival: np.ndarray, room: np.ndarray, step_ms: np.ndarray, draft_ms: float = 0.0) -> np.ndarray:
+def draft_lengths(
+    survival: np.ndarray,
+    room: np.ndarray,
+    step_ms: np.ndarray,
+    draft_ms: float = 0.0,
+    until_first_fall: bool = False,
+) -> np.ndarray:
     """Drafts to verify of each of S sequences, int64 [S].
 
     Args:
@@ -24,6 +31,7 @@ def draft_lengths(survival: np.ndarray, room: np.ndarray, step_ms: np.ndarray, d
         room: int [S], most drafts of each.
         step_ms: [at least S * (1 + K) + 1] milliseconds of a decode step by its rows.
         draft_ms: milliseconds that drafting adds to a step.
+        until_first_fall: of Theta, for drafts that were drawn.
     """
     num_sequences, num_drafts = survival.shape
     chances = np.where(np.arange(num_drafts) < room[:, None], survival, 0.0).ravel()
@@ -31,6 +39,10 @@ def draft_lengths(survival: np.ndarray, room: np.ndarray, step_ms: np.ndarray, d
     order = order[: np.count_nonzero(chances)]
     tau = num_sequences + np.concatenate(([0.0], np.cumsum(chances[order])))
     theta = tau / (step_ms[num_sequences : num_sequences + len(tau)] + draft_ms)
+    if until_first_fall:
+        falls = np.diff(theta) < 0
+        best = int(falls.argmax()) if falls.any() else len(order)
+        return np.bincount(order[:best] // num_drafts, minlength=num_sequences)
     best = int(theta.argmax())
     if best == 0 or theta[best] * step_ms[num_sequences] < MARGIN * num_sequences:
         return np.zeros(num_sequences, np.int64)

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from deepinfer.models.inputs import ModelInputs
+from deepinfer.sampling.sampler import DrawParameters
 from deepinfer.speculation.slot_tokens import SlotTokens
 
 
@@ -20,6 +21,7 @@ class Round:
     tokens: Tensor  # int64 [S, at most 1 + K] chosen now, of which the first `accepted` + 1 count
     accepted: Tensor  # int64 [S] drafts accepted
     longest: int  # tokens of the longest sequence, at most
+    drawing: DrawParameters | None  # how the sequences draw tokens, for drafts that are drawn like them
 
 
 @dataclass(slots=True)
@@ -28,12 +30,14 @@ class Drafts:
 
     tokens: Tensor  # int64 [S, K], kernels.reference.speculation.NO_DRAFT where there is none
     scores: Tensor  # [S, columns] what the drafter knows of their chances; `survival` of the same drafter reads it
+    probabilities: Tensor | None = None  # float32 [S, K, V] that drafts were drawn from; None: they were not drawn
 
 
 class Drafter(Protocol):
     """Called in the order of the steps, and everything it does is in stream order."""
 
     num_drafts: int  # K
+    draws: bool  # whether drafts are drawn: they are accepted by rejection sampling, the others if the target agrees
 
     def prefilled(self, inputs: ModelInputs) -> None:
         """A prefill step with these inputs has been launched."""

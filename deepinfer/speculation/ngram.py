@@ -26,6 +26,8 @@ class NgramDrafter:
         max_model_len: most tokens of a sequence.
     """
 
+    draws = False
+
     def __init__(
         self,
         config: SpeculativeConfig,

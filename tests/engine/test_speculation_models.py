@@ -47,10 +47,9 @@ def make_engine(speculative: dict | None, **options: object) -> Engine:
     return Engine(ModelRunner(model(has_head), config), config, [CONFIG.eos_token_id])
 
 
-def run(engine: Engine, seed: int) -> dict[str, RequestOutput]:
-    """Six requests at random steps: repetitive prompts, greedy and drawn, more than the cache holds at once."""
-    rng, got = random.Random(seed), {}
-    arrivals: dict[int, list[tuple]] = {}
+def requests(seed: int) -> list[tuple[int, list[int], SamplingParams]]:
+    """Step of arrival, prompt and parameters of six requests: repetitive prompts, greedy and drawn."""
+    rng, made = random.Random(seed), []
     for number in range(6):
         phrase = [rng.randrange(3, 500) for _ in range(rng.randint(1, 12))]
         params = SamplingParams(
@@ -58,7 +57,20 @@ def run(engine: Engine, seed: int) -> dict[str, RequestOutput]:
             repetition_penalty=rng.choice([1.0, 1.0, 1.2]), logprobs=rng.choice([None, 2]), n=rng.choice([1, 1, 2]),
             ignore_eos=True, allowed_token_ids=rng.choice([None, (7, 8, 9), (5, 6)]),  # few tokens repeat themselves
         )  # fmt: skip
-        arrivals.setdefault(rng.randrange(15), []).append((str(number), (phrase * 9)[: rng.randint(1, 80)], params))
+        made.append((rng.randrange(15), (phrase * 9)[: rng.randint(1, 80)], params))
+    return made
+
+
+def arrivals_of(seed: int) -> dict[str, SamplingParams]:
+    return {str(number): params for number, (_, _, params) in enumerate(requests(seed))}
+
+
+def run(engine: Engine, seed: int) -> dict[str, RequestOutput]:
+    """The requests at their steps: more than the cache holds at once."""
+    got: dict[str, RequestOutput] = {}
+    arrivals: dict[int, list[tuple]] = {}
+    for number, (step, prompt, params) in enumerate(requests(seed)):
+        arrivals.setdefault(step, []).append((str(number), prompt, params))
     for step in range(5000):
         for arrival in arrivals.pop(step, []):
             engine.add_request(*arrival)
@@ -110,6 +122,19 @@ def test_outputs_are_those_without_drafts(speculative: dict, overlap: int, graph
     assert engine.observer.stats.totals["draft_tokens"] > 0
     if speculative["method"] == "ngram":
         assert engine.observer.stats.totals["accepted"] > 0
+
+
+def test_drafts_that_are_drawn_leave_greedy_answers_as_they_are() -> None:
+    """And the others end as they should; what they say is another draw (test_speculation_drawn.py)."""
+    engine = make_engine({"method": "dspark", "draft_sample_method": "probabilistic"}, num_blocks=16)
+    got, want = run(engine, 0), without_drafts()
+    assert engine.observer.stats.totals["draft_tokens"] > 0
+    for request_id, output in want.items():
+        for mine, theirs in zip(got[request_id].outputs, output.outputs, strict=True):
+            assert len(mine.token_ids) == len(theirs.token_ids) and mine.finish_reason == theirs.finish_reason
+    greedy = [request_id for request_id, params in arrivals_of(0).items() if params.temperature == 0]
+    assert greedy
+    assert_same({key: got[key] for key in greedy}, {key: want[key] for key in greedy})
 
 
 def test_packed_caches_and_truncated_prefill() -> None:

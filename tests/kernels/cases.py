@@ -394,6 +394,45 @@ def pool_groups(g: torch.Generator) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def verify_tokens(g: torch.Generator) -> Iterator[Case]:
+    for sequences, num_drafts in ((0, 2), (1, 1), (5, 5), (40, 3)):
+        slots = torch.randperm(sequences + 3, generator=g)[:sequences]
+        counts = integers(g, 0, num_drafts + 1, sequences, dtype=torch.int64)
+        firsts = (counts + 1).cumsum(0) - counts - 1
+        tokens = integers(g, -1, 3, sequences + 3, 1 + num_drafts, dtype=torch.int64)
+        chosen = integers(g, 0, 3, int((counts + 1).sum()), dtype=torch.int64)
+        yield chosen, tokens, integers(g, 1, 100, sequences + 3, dtype=torch.int64), slots, firsts, counts
+
+
+def lookup_drafts(g: torch.Generator) -> Iterator[Case]:
+    for sequences, longest, num_drafts, match in (
+        (0, 5, 2, (1, 2)),
+        (3, 1, 5, (1, 4)),
+        (9, 70, 5, (2, 4)),
+        (4, 2500, 3, (1, 3)),
+    ):
+        history = integers(g, 0, 3 if longest < 100 else 40, sequences + 2, longest + 9)
+        lengths = integers(g, 1, longest + 1, sequences + 2, dtype=torch.int64)
+        yield history, torch.randperm(sequences + 2, generator=g)[:sequences], lengths, longest, num_drafts, *match
+
+
+def token_probabilities(g: torch.Generator) -> Iterator[Case]:
+    for rows, width in ((0, 9), (1, 1), (7, 130), (3, 4001)):
+        for filters in (False, True):
+            heat = torch.tensor([0.0, 0.7, 1.5], dtype=torch.float64)[integers(g, 0, 3, rows)]
+            candidates = integers(g, 1, width + 1, rows, dtype=torch.int64) if filters else torch.full((rows,), width)
+            top_p = torch.tensor([1.0, 0.6], dtype=torch.float64)[integers(g, 0, 1 + filters, rows)]
+            min_p = torch.tensor([0.0, 0.1], dtype=torch.float64)[integers(g, 0, 2, rows)]
+            yield normal(g, rows, width) * 3, heat, candidates, top_p, min_p, filters
+
+
+def accept_or_resample(g: torch.Generator) -> Iterator[Case]:
+    for rows, width in ((0, 9), (1, 1), (7, 130), (3, 4001)):
+        target, draft = (normal(g, rows, width).mul(2).softmax(-1) for _ in range(2))
+        seeds, counters = (integers(g, -(2**62), 2**62, rows, dtype=torch.int64) for _ in range(2))
+        yield target, draft, integers(g, 0, width, rows, dtype=torch.int64), seeds, counters
+
+
 def decode_plan(g: torch.Generator) -> Iterator[Case]:
     for n, pairs, block_size, window, ring, ngram, carry, history in (
         (1, 8, 2, 4, 4, 2, 2, 1),
@@ -462,6 +501,7 @@ def entry_slots(g: torch.Generator) -> Iterator[Case]:
 CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
     f.__name__: f
     for f in (
+        accept_or_resample,
         apply_token_bitmask,
         candidate_blocks,
         decode_plan,
@@ -475,6 +515,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         index_scores,
         linear,
         load_rows,
+        lookup_drafts,
         mask_to_candidates,
         moe_experts,
         moe_experts_fp4,
@@ -492,7 +533,9 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         sparse_attention,
         store_rows,
         swiglu,
+        token_probabilities,
         top_k_positions,
+        verify_tokens,
         window_plan,
     )
 }

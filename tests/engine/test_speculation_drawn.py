@@ -1,0 +1,119 @@
+"""Drafts that are drawn: rejection sampling through the engine leaves the distribution of every token as it is."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+import torch
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.engine import Engine
+from deepinfer.kernels import ops
+from deepinfer.models.inputs import ModelInputs
+from deepinfer.params import SamplingParams
+from deepinfer.speculation.drafter import Drafts, Round
+from deepinfer.speculation.slot_tokens import SlotTokens
+from tests.engine.toy_model import ToyRunner, full_logits
+from tests.kernels.test_rejection import assert_distributed_like
+
+VOCAB_SIZE = 61
+PROMPT = [5, 9, 2]
+REQUESTS = 3000
+
+
+class Roulette:
+    """A Drafter that draws from distributions of its own, and whose chances tell what was drawn before them."""
+
+    draws = True
+
+    def __init__(self, num_drafts: int, is_honest: bool) -> None:
+        self.num_drafts = num_drafts
+        self.is_honest = is_honest  # about the distributions that it drew from
+        self.generator = torch.Generator().manual_seed(1)
+        self.taste = 2 * torch.randn(num_drafts, VOCAB_SIZE, generator=self.generator)  # what it always prefers
+        self.num_rounds = self.num_accepted = 0
+
+    def prefilled(self, inputs: ModelInputs) -> None: ...
+
+    def resumed(self, slot: int, token_ids: array) -> None: ...
+
+    def chosen(self, state: SlotTokens, round: Round) -> None:
+        self.num_accepted += int(round.accepted.sum())
+
+    def draft(self, state: SlotTokens, round: Round) -> Drafts:
+        count = len(round.slots)
+        logits = self.taste + torch.randn(count, self.num_drafts, VOCAB_SIZE, generator=self.generator)
+        probabilities = logits.softmax(-1)
+        flat = probabilities.flatten(0, 1)
+        tokens = torch.multinomial(flat, 1, generator=self.generator).view(count, self.num_drafts)
+        # The chance of a draft may follow from those before it: here even numbers promise much.
+        behind = torch.where(tokens[:, :-1] % 2 == 0, 0.99, 0.05)
+        scores = torch.cat((torch.full((count, 1), 0.9), behind), dim=1)
+        said = probabilities if self.is_honest else torch.full_like(probabilities, 1 / VOCAB_SIZE)
+        return Drafts(tokens, scores, said)
+
+    def survival(self, scores: list[float]) -> list[float]:
+        return np.cumprod(scores).tolist()
+
+    def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
+        self.num_rounds += 1
+
+
+def outputs(params: dict, drafter: Roulette, overlap: bool) -> list[list[int]]:
+    config = EngineConfig(
+        block_size=4, num_blocks=200, max_num_seqs=60, max_num_batched_tokens=200, zero_overhead_scheduling=overlap
+    )
+    runner = ToyRunner(200, 4, 60, room=1 + drafter.num_drafts)
+    engine = Engine(runner, config, drafter=drafter)
+    engine.speculation.step_ms = 10.0 + np.arange(1000.0)
+    tokens: dict[str, list[int]] = {}
+    for number in range(REQUESTS):
+        engine.add_request(str(number), PROMPT, SamplingParams(seed=number, max_tokens=4, ignore_eos=True, **params))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+    return list(tokens.values())
+
+
+def distribution(prefix: list[int], params: dict) -> torch.Tensor:
+    logits = torch.from_numpy(full_logits(prefix))[None]
+    column = [torch.tensor([value]) for value in (params["temperature"], params.get("top_k", VOCAB_SIZE), 1.0, 0.0)]
+    temperature, candidates, top_p, min_p = column
+    return ops.token_probabilities(
+        logits, temperature.double(), candidates, params.get("top_p", 1.0) * top_p.double(), min_p.double(), True
+    )[0]
+
+
+def marginals(params: dict) -> list[torch.Tensor]:
+    """Of the first three tokens, by going through all that come before."""
+    first = distribution(PROMPT, params)
+    second, third = torch.zeros(VOCAB_SIZE), torch.zeros(VOCAB_SIZE)
+    for a in first.nonzero().flatten().tolist():
+        behind_a = distribution([*PROMPT, a], params)
+        second += first[a] * behind_a
+        for b in behind_a.nonzero().flatten().tolist():
+            third += first[a] * behind_a[b] * distribution([*PROMPT, a, b], params)
+    return [first, second, third]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1.0}, {"temperature": 0.5, "top_k": 20}, {"temperature": 1.5, "top_p": 0.8}]
+)
+def test_every_token_is_distributed_as_without_drafts(params: dict, overlap: bool) -> None:
+    drafter = Roulette(3, True)
+    tokens = outputs(params, drafter, overlap)
+    assert len(tokens) == REQUESTS and drafter.num_accepted > REQUESTS / 20 and drafter.num_rounds > REQUESTS / 2
+    for place, expected in enumerate(marginals(params)):
+        assert_distributed_like(torch.tensor([row[place] for row in tokens]), expected)
+
+
+def test_a_drafter_that_lies_about_its_distribution_shows() -> None:
+    """A negative control: this many requests can tell."""
+    params = {"temperature": 1.0}
+    tokens = outputs(params, Roulette(3, False), False)
+    with pytest.raises(AssertionError):
+        for place, expected in enumerate(marginals(params)):
+            assert_distributed_like(torch.tensor([row[place] for row in tokens]), expected)
