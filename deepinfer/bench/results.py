@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS_DIR = Path("benchmarks/results")
-_PACKAGES = ("deepinfer", "torch", "transformers", "triton", "tilelang", "numpy")
+_PACKAGES = ("deepinfer", "torch", "transformers", "triton", "tilelang", "numpy", "llguidance", "xgrammar")
 
 
 @dataclass

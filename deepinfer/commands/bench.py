@@ -136,6 +136,32 @@ def overhead(
         print(f"wrote {results.save('server_overhead', records)}")
 
 
+@app.command(epilog=examples("deepinfer bench structured", "deepinfer bench structured --parts throughput --save"))
+def structured(
+    model: str = typer.Option("nano", help="`nano` or a checkpoint folder."),
+    batch_size: int = typer.Option(32, min=1, help="Requests at once, each with a schema of its own."),
+    tokens: int = typer.Option(96, min=2, help="Tokens of each."),
+    rounds: int = typer.Option(5, min=1, help="Runs of both sides, alternating; medians of their ratios are reported."),
+    device: str = typer.Option("cpu", help="Torch device, e.g. cpu or cuda."),
+    parts: str = typer.Option("throughput,tpot", help="What to measure."),
+    save: bool = typer.Option(False, "--save", help="Write benchmarks/results/structured.json."),
+) -> None:
+    """What grammars cost: throughput beside unconstrained requests, and steps of others while bad ones are compiled."""
+    from deepinfer.bench import results
+    from deepinfer.bench import structured as benchmark
+
+    command = f"deepinfer bench structured --model {model} --batch-size {batch_size} --tokens {tokens}"
+    command += f" --rounds {rounds} --device {device} --parts {parts}"
+    records = benchmark.measure(model, batch_size, tokens, rounds, device, parts, command)
+    for record in records:
+        print(
+            f"{record.name}: {record.value:.3f} {record.unit}",
+            "" if record.ratio is None else f"({record.ratio:.3f} x)",
+        )
+    if save:
+        print(f"wrote {results.save('structured', records)}")
+
+
 @app.command(epilog=examples("deepinfer bench tokenise", "deepinfer bench tokenise --rounds 31 --save"))
 def tokenise(
     size: float = typer.Option(1.0, min=0.001, help="Megabytes of the message."),
