@@ -4,7 +4,8 @@ A few layers of V4.1's attention (64 heads of 512, window, both compression rati
 The reference run is fed the tokens of the first, so that all steps can be compared.
 
 Tolerance: the kernel adds in FP32 what the reference rounds to BF16 here and there, which routing and selection may
-amplify. Logits may differ by 3% of their norm; tokens must be the same where the reference is surer than that.
+amplify. Logits may differ by 4% of their norm over BF16 caches and by 7% over FP8 and FP4 ones, where a last bit may
+decide about a code; tokens must be the same where the reference is surer than that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from deepinfer.kernels.flash_mla import attention as flash_mla
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.params import SamplingParams
 
-TOLERANCE = 0.03
+TOLERANCE = {"bf16": 0.04, "fp8": 0.07}
 PROMPTS = (900, 300, 40, 1500)  # beyond the window, beyond top-k at ratio 1 and 2, and within both
 STEPS = 24
 
@@ -75,14 +76,14 @@ def run(runner: ModelRunner, choose: Callable[[int, Tensor], Tensor]) -> list[Te
     return logits
 
 
-def compare(result: list[Tensor], expected: list[Tensor]) -> tuple[float, float, int]:
+def compare(result: list[Tensor], expected: list[Tensor], tolerance: float) -> tuple[float, float, int]:
     """Largest relative error of a row's logits, share of rows with the same token, and rows with another one where the
     reference's best logit is four times the tolerance above its second."""
     assert [len(rows) for rows in result] == [len(rows) for rows in expected]
     ours, theirs = torch.cat(result).double(), torch.cat(expected).double()
     error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     best = theirs.topk(2).values
-    sure = best[:, 0] - best[:, 1] > 4 * TOLERANCE * theirs.square().mean(-1).sqrt()
+    sure = best[:, 0] - best[:, 1] > 4 * tolerance * theirs.square().mean(-1).sqrt()
     same = ours.argmax(-1) == theirs.argmax(-1)
     return error.max().item(), same.double().mean().item(), int((sure & ~same).sum())
 
@@ -107,11 +108,12 @@ def test_the_engine_gives_the_reference_s_tokens(kv_cache_dtype: str, monkeypatc
     torch.cuda.empty_cache()
 
     monkeypatch.delitem(ops.sparse_attention.backends, "cuda")
+    monkeypatch.delitem(ops.rotated_attention.backends, "cuda")
     launches.clear()
     theirs = run(new_runner("cuda", cuda_graphs=False, **options), lambda step, logits: ours[step])
     assert not launches
     assert sum(map(len, ours)) == len(PROMPTS) * STEPS
-    error, agreement, wrong = compare(ours, theirs)
-    assert error < TOLERANCE
+    error, agreement, wrong = compare(ours, theirs, TOLERANCE[kv_cache_dtype])
+    assert error < TOLERANCE[kv_cache_dtype]
     assert agreement > 0.9
     assert wrong == 0
