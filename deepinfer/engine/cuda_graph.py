@@ -5,7 +5,7 @@ addresses are those of the capture. So a step is padded to the next shape of a l
 stable buffers (step_buffers.py). Prefill steps vary more: see prefill_graphs.py.
 
 On a CPU the same class runs the padded steps eagerly, or through torch.compile. What runs between two steps, such as a
-draft head, is captured by row_graphs.py.
+draft head, is captured by draft_graphs.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepinfer.engine.graph_pool import GraphPool
 from deepinfer.engine.step_buffers import StepBuffers, StepShape, first_rows, pad_inputs
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.observability.graph_timer import CUDAGraphTimer
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 NARROWEST = 256  # block-table columns up to which there is one width only
 WIDTH_FACTOR = 8  # between the widths of longer tables
 DRAFT_INTERVALS = 4  # of the ladder, between the sizes of steps that only drafts make so large
-WARM_UPS = 2  # eager runs of a shape before its capture: kernels are compiled and tuned in the first
 
 
 def batch_sizes(max_num_seqs: int, interval: int) -> list[int]:
@@ -155,10 +154,10 @@ class DecodeGraphs:
         torch.cuda.empty_cache()
         begin, free = time.monotonic(), torch.cuda.mem_get_info(self.device)[0]
         with torch.cuda.device(self.device):
-            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            pool = GraphPool()
             for shape in sorted(self.shapes, key=lambda s: s.rows * s.blocks, reverse=True):
                 try:
-                    self._replays[shape] = self._capture(shape, pool, stream)
+                    self._replays[shape] = self._capture(shape, pool)
                 except Exception as error:
                     self._replays.clear()
                     raise RuntimeError(f"a decode step of {shape} cannot be captured: {_cause(error)}") from error
@@ -171,22 +170,16 @@ class DecodeGraphs:
             len(self.shapes), self.shapes[-1].rows, self.capture_seconds, self.capture_bytes / 2**20,
         )  # fmt: skip
 
-    def _capture(self, shape: StepShape, pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
+    def _capture(self, shape: StepShape, pool: GraphPool) -> Callable[[], None]:
         padded = self.inputs[shape]
         self._write_padding(padded)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                outputs = self._forward(padded)
-            if self._outputs is None:
-                self._outputs = outputs.new_zeros(self.shapes[-1].rows, *outputs.shape[1:])
-        torch.cuda.synchronize()
+        outputs = pool.warm_up(lambda: self._forward(padded))
+        if self._outputs is None:
+            self._outputs = outputs.new_zeros(self.shapes[-1].rows, *outputs.shape[1:])
         del outputs
         timer = None if self._set_mark is None else CUDAGraphTimer(self.part_times)
         graph = torch.cuda.CUDAGraph(keep_graph=timer is not None)
-        # thread_local: what other threads do on the device meanwhile is no business of this capture.
-        capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-        with capture, self._marks(timer):
+        with pool.capture(graph), self._marks(timer):
             self._outputs[: shape.rows] = self._forward(padded)
         if timer is None:
             return graph.replay

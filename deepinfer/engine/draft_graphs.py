@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.engine.cuda_graph import WARM_UPS, batch_sizes
+from deepinfer.engine.cuda_graph import batch_sizes
+from deepinfer.engine.graph_pool import GraphPool
 from deepinfer.speculation.drafter import Drafts
 from deepinfer.speculation.slot_tokens import SlotTokens
 
@@ -56,24 +57,22 @@ class DraftGraphs:
         """Capture all sizes, the largest first. Writes to the null slot only."""
         device = self._slots.device
         with torch.cuda.device(device):
-            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            pool = GraphPool()
             for size in reversed(self.sizes):
-                slots = self._slots[:size]
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    for _ in range(WARM_UPS):
-                        drafts = self.draft(self.state, slots)
-                    if self._drafts is None:
-                        self._drafts = Drafts(torch.empty_like(drafts.tokens), torch.empty_like(drafts.scores))
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    drafts = self.draft(self.state, slots)
-                    self._drafts.tokens[:size] = drafts.tokens
-                    self._drafts.scores[:size] = drafts.scores
-                self._graphs.insert(0, graph)
+                self._graphs.insert(0, self._capture(self._slots[:size], pool))
             torch.cuda.synchronize(device)
         logger.info("captured %d draft graphs of up to %d sequences", len(self.sizes), self.sizes[-1])
+
+    def _capture(self, slots: Tensor, pool: GraphPool) -> torch.cuda.CUDAGraph:
+        drafts = pool.warm_up(lambda: self.draft(self.state, slots))
+        if self._drafts is None:
+            self._drafts = Drafts(torch.empty_like(drafts.tokens), torch.empty_like(drafts.scores))
+        graph = torch.cuda.CUDAGraph()
+        with pool.capture(graph):
+            drafts = self.draft(self.state, slots)
+            self._drafts.tokens[: len(slots)] = drafts.tokens
+            self._drafts.scores[: len(slots)] = drafts.scores
+        return graph
 
 
 def draft_times(draft: DraftSlots, state: SlotTokens, repeats: int = 3) -> np.ndarray:

@@ -12,12 +12,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.engine.graph_pool import GraphPool
 from deepinfer.models.inputs import HostLengths, ModelInputs
 from deepinfer.models.layers.step import POOLED_RATIO
 
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 MOST_BLOCKS = 256  # block-table columns of the widest captured chunk; work on a table grows with its width
 WIDTH_FACTOR = 4  # between the widths
-WARM_UPS = 2  # eager runs of a shape before its capture: kernels are compiled and tuned in the first
 
 
 @dataclass(frozen=True)
@@ -158,13 +157,13 @@ class PrefillGraphs:
         torch.cuda.empty_cache()
         begin, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
         with torch.cuda.device(device):
-            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            pool = GraphPool()
             for shape in sorted(self.shapes, key=lambda s: (s.blocks, s.kept), reverse=True):
                 start = self._start(shape.is_first)
                 self._positions.copy_(torch.arange(start, start + self.chunk))
                 self._context.fill_(start + self.chunk)
                 self._keep_from.fill_(start + self.chunk - shape.kept)
-                self._capture(shape, self.inputs(shape), pool, stream)
+                self._capture(shape, self.inputs(shape), pool)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what the warm-ups used is of no use to another stream
         self.capture_seconds = time.monotonic() - begin
@@ -174,18 +173,13 @@ class PrefillGraphs:
             len(self._replays), self.chunk, self.capture_seconds, self.capture_bytes / 2**20,
         )  # fmt: skip
 
-    def _capture(self, shape: ChunkShape, inputs: ModelInputs, pool: Any, stream: torch.cuda.Stream) -> None:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                logits, others = self.forward(inputs)
-            if self._logits is None:
-                self._logits = logits.new_zeros(1, logits.shape[1])
-        torch.cuda.synchronize()
-        del logits, others
+    def _capture(self, shape: ChunkShape, inputs: ModelInputs, pool: GraphPool) -> None:
+        logits, _ = pool.warm_up(lambda: self.forward(inputs))
+        if self._logits is None:
+            self._logits = logits.new_zeros(1, logits.shape[1])
+        del logits
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads do on the device meanwhile is no business of this capture.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with pool.capture(graph):
             logits, self._others[shape] = self.forward(inputs)
             self._logits[: len(logits)] = logits
         self._replays[shape] = graph
