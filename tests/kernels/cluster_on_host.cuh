@@ -148,6 +148,7 @@ static void store_remote_half(u32 address, u32 value) { memcpy(place(address), &
 static void store_remote2(u32 address, u32 a, u32 b) { store_remote(address, a), store_remote(address + 4, b); }
 
 static u32 plain_float(u32 x) { return (x & 0x7FFFFFFF) > 0x7F800000 ? 0x7FFFFFFF : x == 0x80000000 ? 0 : x; }
+static void follow_launch_before() {}
 static void keep_order() {}
 static u32 hardware_place() { return 3; }
 static u32 larger_half(u32 a, u32 b) {

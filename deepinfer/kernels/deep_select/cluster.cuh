@@ -68,6 +68,12 @@ DEVICE void store_remote2(u32 address, u32 first, u32 second) {
     asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" :: "r"(address), "r"(first), "r"(second) : "memory");
 }
 
+// For launches that start early: the next one may start when all blocks are here, and this one goes on when the launch
+// before has ended.
+DEVICE void follow_launch_before() {
+    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+}
+
 // The compiler moves no load across: fewer are on their way at a time, and fewer registers are taken.
 DEVICE void keep_order() { asm volatile("" ::: "memory"); }
 

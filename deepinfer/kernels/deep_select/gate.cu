@@ -46,6 +46,7 @@ KERNEL(THREADS, 4) gate(const GateParams p) {
     uint2* list = reinterpret_cast<uint2*>(memory) + 32 * warp;  // (key, expert) of those that reach the bound
     float bias[OWN];
     u32 key[OWN];
+    follow_launch_before();
     if (p.bias_stride == 0) {
 #pragma unroll
         for (int i = 0; i < OWN; i++) bias[i] = lane + 32 * i < EXPERTS ? p.bias[lane + 32 * i] : 0;

@@ -83,5 +83,5 @@ def choose_experts(
     gates = torch.empty(n, k, dtype=torch.float32, device=logits.device)
     if n:
         arguments = parameters(logits, bias, chosen, gates, normalise, scaling, 4 * _processors(logits.device.index))
-        kernel.launch((arguments.blocks, 1, 1), (32 * WARPS, 1, 1), arguments)
+        kernel.launch((arguments.blocks, 1, 1), (32 * WARPS, 1, 1), arguments, starts_early=True)
     return chosen, gates

@@ -227,6 +227,7 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     const u8* row = static_cast<const u8*>(p.scores) + row_index * p.row_stride * (BF16 ? 2 : 4);
     int* out = p.out + row_index * p.k;
     u32 wanted = p.k;
+    follow_launch_before();
     if (p.row_k != nullptr && p.row_k[row_index] < p.k) wanted = static_cast<u32>(max(p.row_k[row_index], 1ll));
 
     // Read, and send the maxima to everyone.

@@ -132,5 +132,6 @@ def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor 
         return None
     out = torch.empty(n, k, dtype=torch.int32, device=scores.device)
     if n:
-        kernels[chosen].launch((chosen.cluster, n, 1), (THREADS, 1, 1), parameters(scores, k, row_k, out, chosen))
+        arguments = parameters(scores, k, row_k, out, chosen)
+        kernels[chosen].launch((chosen.cluster, n, 1), (THREADS, 1, 1), arguments, starts_early=True)
     return out

@@ -121,6 +121,7 @@ KERNEL(THREADS, 1) CLUSTER_DIMS mix(const MixParams p) {
     u32 rank = blockIdx.x % CLUSTER;
     int first_row = blockIdx.y * TOKENS;
     cluster_arrive();
+    follow_launch_before();
     uint4 ahead[AHEAD][3];
 #pragma unroll
     for (int step = 0; step < AHEAD; step++) {

@@ -16,7 +16,7 @@ from deepinfer.kernels.deep_select.top_k import is_hopper
 logger = logging.getLogger(__name__)
 
 HC, SUMS, THREADS = 4, 26, 256
-MOST_TOKENS = 128  # more are faster in three kernels that use the tensor cores
+MOST_TOKENS = 64  # more are faster in three kernels that use the tensor cores
 _NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
 
@@ -118,5 +118,5 @@ def mix_few(
     outputs = after, x, pre, post, comb
     tokens = tokens_of_a_cluster(n)
     arguments = parameters(h, mix, p_prev, weights, constants, outputs)
-    kernels[tokens].launch((cluster, -(-n // tokens), 1), (THREADS, 1, 1), arguments)
+    kernels[tokens].launch((cluster, -(-n // tokens), 1), (THREADS, 1, 1), arguments, starts_early=True)
     return outputs
