@@ -43,7 +43,7 @@ class EngineStats:
     num_preemptions: int
     num_prompt_tokens: int
     num_output_tokens: int
-    cuda_graph_seconds: float = 0.0  # that capturing the decode graphs took at start-up
+    cuda_graph_seconds: float = 0.0  # that capturing CUDA graphs took at start-up
     cuda_graph_bytes: int = 0  # of device memory that they hold
 
 

@@ -1,12 +1,16 @@
 """`deepinfer bench graphs`: what CUDA graphs cost at start-up and gain in every decode step.
 
 The same padded steps are timed as replays and launched kernel by kernel, on one model and one set of caches, with the
-cache filled to one context length. Neither sampling nor scheduling is in these times.
+cache filled to one context length; so is a chunk of a long prompt. Neither sampling nor scheduling is in these times.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
 
 from deepinfer.bench import results
 from deepinfer.bench.decode import add_model_options, model_name
@@ -14,6 +18,7 @@ from deepinfer.bench.synthetic import benchmark_model
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.runner import ModelRunner
+from deepinfer.observability.timers import CUDATimer
 
 AREA = "cuda_graphs"
 
@@ -70,6 +75,49 @@ def measure(runner: ModelRunner, name: str, context_len: int, command: str) -> l
     return records
 
 
+def chunk_records(runner: ModelRunner, name: str, command: str) -> list[results.Record]:
+    """Records of the graphs of prefill chunks: their capture, and the longest context's chunk with and without."""
+    chunks = runner.prefill_graphs
+    if chunks is None or not chunks.shapes:
+        return []
+    shape = max(chunks.shapes, key=lambda shape: (shape.blocks, not shape.is_first))
+    block_size, count = runner.config.block_size, chunks.chunk
+    start = 0 if shape.is_first else shape.blocks * block_size - count
+    inputs = chunks.inputs(shape)
+    inputs.token_ids.copy_(torch.arange(count) * 7919 % runner.vocab_size)  # different tokens, different experts
+    inputs.positions.copy_(torch.arange(start, start + count))
+    inputs.context_lens.fill_(start + count)
+    inputs.state_slots.fill_(1)
+    inputs.block_tables.copy_(torch.arange(shape.blocks) % (runner.num_blocks - 1) + 1)
+    launched = milliseconds(lambda: runner.forward(inputs), repeats=5)
+    replayed = milliseconds(lambda: chunks.run(inputs, shape), repeats=20)
+    what = f"{len(chunks.shapes)} prefill graphs of {count} tokens ({name})"
+    measured = partial(results.measured, part="2", higher_is_better=False, command=command)
+    return [
+        measured(f"capture of {what}", unit="s", value=chunks.capture_seconds),
+        measured(f"memory of {what}", unit="MiB", value=chunks.capture_bytes / 2**20),
+        measured(
+            f"prefill chunk of {count} tokens behind {start} ({name})",
+            unit="ms",
+            value=replayed,
+            baseline_name="without graph",
+            baseline_value=launched,
+        ),
+    ]
+
+
+@torch.inference_mode()
+def milliseconds(run: Callable[[], object], repeats: int) -> float:
+    """Median of `repeats` runs on the device, launches that it waits for included."""
+    run()
+    timer = CUDATimer()
+    for _ in range(repeats):
+        with timer.scope("run"):
+            run()
+    torch.cuda.synchronize()
+    return 1e3 * timer.summary()["run"].median
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="deepinfer bench graphs",
@@ -88,10 +136,12 @@ def main(arguments: list[str]) -> None:
         max_model_len=2 * options.context_len,
         cuda_graphs=True,
         cudagraph_batch_size_interval=max(options.batch // 4, 1),
+        prefill_chunk_size=max(options.context_len // 2, 2),
     )
     model = benchmark_model(options.model, options.device, options.synthetic, options.layers, options.experts)
     command = " ".join(["deepinfer bench graphs", *arguments])
-    records = measure(ModelRunner(model, config), model_name(options), options.context_len, command)
+    runner, name = ModelRunner(model, config), model_name(options)
+    records = [*measure(runner, name, options.context_len, command), *chunk_records(runner, name, command)]
     for record in records:
         ratio = "" if record.ratio is None else f", {record.ratio:.3f} x {record.baseline_name}"
         print(f"{record.name}: {record.value:,.4g} {record.unit}{ratio}")

@@ -87,6 +87,8 @@ class Engine:
         self.overlaps = config.overlaps_steps
         self._in_flight: LaunchedStep | None = None  # launched and not read
         self._graphs: DecodeGraphs | None = getattr(runner, "graphs", None)
+        both = self._graphs, getattr(runner, "prefill_graphs", None)
+        self._captured = [graphs for graphs in both if graphs is not None]
         self.speculation = make_speculation(runner, config, self.max_model_len, drafter)
         if self.speculation is not None:
             self._slot_tokens = self.speculation.state
@@ -333,7 +335,7 @@ class Engine:
         self.scheduler.prefill_cost.observe(step.starts.tolist(), step.batch.num_tokens, 1e3 * (end - start))
 
     def stats(self) -> EngineStats:
-        scheduler, graphs = self.scheduler, self._graphs
+        scheduler, captured = self.scheduler, self._captured
         return EngineStats(
             num_waiting=len(scheduler.waiting),
             num_running=scheduler.slots.num_slots - scheduler.slots.num_free,
@@ -342,8 +344,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
-            cuda_graph_seconds=0.0 if graphs is None else graphs.capture_seconds,
-            cuda_graph_bytes=0 if graphs is None else graphs.capture_bytes,
+            cuda_graph_seconds=sum(graphs.capture_seconds for graphs in captured),
+            cuda_graph_bytes=sum(graphs.capture_bytes for graphs in captured),
         )
 
     def _step_stats(self, step: LaunchedStep, sampled: StepTokens, num_new: int) -> StepStats:
