@@ -48,3 +48,8 @@ def test_chat_client(server: Server) -> None:
 def test_tools(server: Server) -> None:
     called, told = run("tools.py", f"{server.url}/v1").strip().split("\n")
     assert called.startswith("get_weather({'city': 'Lisbon'}") and "21" in told
+
+
+def test_structured_output() -> None:
+    lines = run("structured_output.py").splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1::2]] == ["regex", "json", "ebnf"]

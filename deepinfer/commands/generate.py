@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
             "echo 'The lighthouse' | deepinfer generate - -t 0 --max-tokens 50",
             "deepinfer generate --ids 'One, two,'",
             "deepinfer generate --logprobs 3 --max-tokens 5 'One, two,'",
+            "deepinfer generate --regex '[A-Z]{2}-[0-9]{3}' 'The number plate is '",
         ),
     )(generate)
     help_text = "The same as `generate`, under vLLM's name."
@@ -38,6 +39,9 @@ def register(app: typer.Typer) -> None:
         "logprobs": (options.Logprobs, None),
         "golden_token_ids": (options.GoldenTokenIds, None),
         "n": (options.N, 1),
+        "json_schema": (options.JsonSchema, None),
+        "regex": (options.Regex, None),
+        "grammar": (options.Grammar, None),
     },
     engine=options.ENGINE,
 )

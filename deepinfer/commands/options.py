@@ -57,6 +57,13 @@ LogitBias = Annotated[list[str] | None, _sampling("TOKEN_ID:VALUE added to a log
 ForceTopk = Annotated[int | None, _sampling("Restrict the softmax to this many largest logits.")]
 GoldenTokenIds = Annotated[str | None, _sampling("Token IDs with commas, to take as the answer (teacher forcing).")]
 N = Annotated[int, _sampling("Number of answers.", "-n", "--n")]
+JsonSchema = Annotated[
+    str | None, _sampling("The answer is JSON of this JSON Schema, or of the one in @FILE.", "--json-schema")
+]
+Regex = Annotated[str | None, _sampling("The answer matches this regular expression.", "--regex")]
+Grammar = Annotated[
+    str | None, _sampling("The answer matches this EBNF grammar (root ::= ...), or the one in @FILE.", "--grammar")
+]
 
 # The second spelling of an option is SGLang's.
 MaxNumSeqs = Annotated[
@@ -165,7 +172,13 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def make_sampling_params(
-    *, logit_bias: list[str] | None = None, golden_token_ids: str | None = None, **given: Any
+    *,
+    logit_bias: list[str] | None = None,
+    golden_token_ids: str | None = None,
+    json_schema: str | None = None,
+    regex: str | None = None,
+    grammar: str | None = None,
+    **given: Any,
 ) -> SamplingParams:
     """SamplingParams from command-line values; None means the default.  Raises ValueError naming the field."""
     from deepinfer.params import SamplingParams
@@ -175,7 +188,23 @@ def make_sampling_params(
         values["logit_bias"] = dict(_bias(entry) for entry in logit_bias)
     if golden_token_ids is not None:
         values["golden_token_ids"] = parse_numbers(golden_token_ids, "--golden-token-ids")
+    asked = [("json", "--json-schema", json_schema), ("regex", "--regex", regex), ("ebnf", "--grammar", grammar)]
+    asked = [entry for entry in asked if entry[2] is not None]
+    if len(asked) > 1:
+        raise ValueError(f"{asked[0][1]} and {asked[1][1]} cannot both say what the answer must be")
+    for kind, option, schema in asked:
+        values["so_args"] = {"schema_type": kind, "schema": _text_or_file(schema or "", kind != "regex", option)}
     return SamplingParams(**values)
+
+
+def _text_or_file(text: str, may_be_file: bool, option: str) -> str:
+    """The text itself, or with @ in front the file that it names."""
+    if not (may_be_file and text.startswith("@")):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option}: {text[1:]} cannot be read: {error}") from None
 
 
 def _bias(entry: str) -> tuple[int, float]:
