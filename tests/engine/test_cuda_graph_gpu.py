@@ -137,7 +137,10 @@ def answers(runner: ModelRunner, seed: int) -> tuple[dict[str, list[int]], int]:
 
 def test_overlap_and_graphs_change_no_token() -> None:
     """All four combinations, with arrivals over time, cancellations and preemption."""
-    options = {**EXACT, "block_size": 16, "max_num_seqs": 12, "num_blocks": 130, "prefill_chunk_size": 128}
+    options = {
+        **EXACT, "block_size": 16, "max_num_seqs": 12, "num_blocks": 130,
+        "prefill_chunk_size": 128, "max_num_batched_tokens": 128,  # so that many steps are one full chunk
+    }  # fmt: skip
     got: dict[tuple[bool, bool], dict[str, list[int]]] = {}
     for graphs in (True, False):
         runner = nano(cuda_graphs=graphs, **options)
@@ -206,7 +209,7 @@ def test_an_overlapped_step_is_launched_without_a_wait(graphs: bool) -> None:
     """
     runner = nano(
         max_num_seqs=6, num_blocks=14, watermark=0.0, cuda_graphs=graphs, preemption_mode="swap",
-        swap_memory_bytes=1 << 26,
+        swap_memory_bytes=1 << 26, prefill_chunk_size=128, max_num_batched_tokens=128,
     )  # fmt: skip
     engine = Engine(runner, runner.config, runner.eos_token_ids)
     assert engine.overlaps
