@@ -371,8 +371,8 @@ def test_grouped_gate_and_up(inner, columns, counts, each_kernel):
     for expert, (begin, size) in enumerate(zip(begins.tolist(), counts, strict=True)):
         part = slice(begin, begin + size)
         if size:
-            product = (dequantize(x[part], x_scales[part]) @ weights[expert].T).bfloat16().float()
-            z = (gates[part, None] * swiglu.reference(product, 7.0)).bfloat16().double()
+            product = dequantize(x[part], x_scales[part]) @ weights[expert].T
+            z = gates[part, None].double() * swiglu.reference(product, 7.0)
             result = dequantize(values[part], value_scales[part])
             assert relative_error(result, z) < 0.04  # E4M3 of z
             # A value on the other side of a rounding boundary differs by a step; few do.
@@ -392,8 +392,8 @@ def test_routed_experts_agree_with_the_reference(tokens, experts, slots, each_ke
     gates = torch.rand(tokens, slots, device="cuda")
     weights = arrange(w13, s13, gate_up=True), arrange(w2, s2)
     result = routed_experts(x, chosen, gates, *weights, 7.0)
-    expected = moe_experts_fp4.reference(x, chosen, gates, w13, s13, w2, s2, 7.0, True)
-    assert relative_error(result, expected.double()) < 0.01
+    expected = moe_experts_fp4.reference(x.double(), chosen, gates.double(), w13, s13, w2, s2, 7.0, True)
+    assert relative_error(result, expected) < 0.01
     assert torch.equal(routed_experts(x, chosen, gates, *weights, 7.0), result)
     other = torch.randn(tokens, dim, device="cuda").bfloat16()
     both = routed_experts(x, chosen, gates, *weights, 7.0, other)

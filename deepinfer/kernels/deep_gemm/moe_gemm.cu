@@ -163,11 +163,11 @@ DEVICE void write_tile(float (&total)[WAVES][N / 2], const Params& p, const Tile
         for (int i = 0; i < N / 4; i++) {  // total[i] of the first N / 4 becomes the result of the token
             const int token = i / 2 * 8 + 2 * at.c + i % 2;
             const float gate = token < tile.tokens ? __ldg(p.gates + tile.first + token) : 0.0f;
-            float g = round_bf16(total[w][i / 2 * 4 + i % 2] * scale_1);
-            float u = round_bf16(total[w][i / 2 * 4 + 2 + i % 2] * scale_3);
+            // FP32 until the cast to E4M3: what BF16 moves across a boundary of E4M3 is off by a whole step of E4M3.
+            float g = total[w][i / 2 * 4 + i % 2] * scale_1, u = total[w][i / 2 * 4 + 2 + i % 2] * scale_3;
             g = g > p.limit ? p.limit : g;  // NaN stays NaN
             u = u > p.limit ? p.limit : u < -p.limit ? -p.limit : u;
-            float z = token < tile.tokens ? round_bf16(gate * (g / (1.0f + __expf(-g)) * u)) : 0.0f;
+            float z = token < tile.tokens ? gate * (g / (1.0f + __expf(-g)) * u) : 0.0f;
             total[w][i] = z;
             float amax = fabsf(z);
             amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 4));

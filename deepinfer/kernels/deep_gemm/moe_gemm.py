@@ -147,8 +147,8 @@ def grouped_gate_up(
     limit: float,
     starts_early: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `grouped_gemm` by [w1 | w3], then gate * silu(min(g, limit)) * clamp(u, -limit, limit), rounded to BF16, then
-    to E4M3 with one power-of-two scale for 32 values (spec: model, sections 3 and 6), all in one launch.
+    """As `grouped_gemm` by [w1 | w3], then gate * silu(min(g, limit)) * clamp(u, -limit, limit) in float32, rounded to
+    E4M3 with one power-of-two scale for 32 values (spec: model, sections 3 and 6), all in one launch.
 
     gates float32 [P]. Returns E4M3 [P, I] and float32 scales [P, ceil(I / 128)]: the four scales of 128 values are made
     one, their largest, which rounds only values that become subnormal. I must be a multiple of 32. Raises ValueError.
