@@ -302,7 +302,7 @@ class Engine:
             slots = step.slots
             if isinstance(slots, np.ndarray):
                 slots = upload(slots, step.logits.device)
-            self._slot_tokens.tokens[slots.long(), 0] = sampled.token_ids
+            self._slot_tokens.tokens[:, 0].scatter_(0, slots.long(), sampled.token_ids)
         return PlainSampling(sampled)
 
     def _finish(self, step: LaunchedStep | None) -> list[RequestOutput]:
