@@ -95,7 +95,7 @@ def assembly_microseconds(make: NewOutputs, num_seqs: int, num_steps: int) -> fl
     for _ in range(num_steps):
         start = time.perf_counter_ns()
         make.next_round()
-        outputs = [make.output(i, prompt, make.completion(0, 7, None, None, None), metrics) for i in ids]
+        outputs = [make.output(i, prompt, make.completion(0, [7], None, None, None), metrics) for i in ids]
         samples.append(time.perf_counter_ns() - start)
     assert len(outputs) == num_seqs
     return statistics.median(samples) / 1e3

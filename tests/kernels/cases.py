@@ -541,6 +541,7 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
 }
 # Operations whose results are integers, masks or stored formats: every backend agrees exactly.
 EXACT = {
-    "apply_token_bitmask", "candidate_blocks", "engram_hash", "entry_slots", "load_rows", "mask_to_candidates",
-    "ngram_ids", "round_fp8", "round_trip_rows", "store_rows", "top_k_positions", "window_plan",
+    "apply_token_bitmask", "candidate_blocks", "engram_hash", "entry_slots", "load_rows", "lookup_drafts",
+    "mask_to_candidates", "ngram_ids", "round_fp8", "round_trip_rows", "store_rows", "top_k_positions",
+    "verify_tokens", "window_plan",
 }  # fmt: skip

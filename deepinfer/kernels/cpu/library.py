@@ -34,6 +34,7 @@ SIGNATURES = {
     "mask_to_candidates": "pplllp",
     "engram_hash": "ppppllllp",
     "engram_gate": "ppppflllp",
+    "lookup_drafts": "plppllllpp",
     "moe_gate": "!ppllllifpp",
     "moe_experts": "!ppplllllppppppfip",
 }

@@ -17,6 +17,7 @@ from deepinfer.kernels.cuda import (
     moe,
     prefill_plan,
     sampling,
+    speculation,
     step,
     top_k,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "moe",
     "prefill_plan",
     "sampling",
+    "speculation",
     "step",
     "top_k",
 ]
