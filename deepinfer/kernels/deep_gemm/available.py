@@ -30,8 +30,9 @@ def compile_kernels() -> None:
     Raises CompileError with the compiler's log.
     """
     start = time.perf_counter()
-    modules = (activations, fp8_few_rows, fp8_variants, indexer, moe, moe_gemm, mqa_logits)
+    modules = (fp8_few_rows, fp8_variants, indexer, moe, moe_gemm)
     builds = [build for module in modules for build in module.builds() if build.defines.get("B_ROW_SCALES", 1)]
+    builds += [activations.build(from_fp8=False), *mqa_logits.engine_builds()]
     for compiled in compile_all(builds, os.cpu_count() or 1):
         if compiled.error is not None:
             raise CompileError(compiled.error)

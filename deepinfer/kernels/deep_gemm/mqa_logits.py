@@ -88,6 +88,12 @@ def builds() -> list[Build]:
     return [variant.build() for variant in (*prefill, *decode)]
 
 
+def engine_builds() -> list[Build]:
+    """What `index_scores` launches: pages of the engine's cache, a token a sequence, and ranges of widened keys."""
+    decode = [_Variant(DECODE_SHAPES[1], page, True) for page in FP4_PAGES]
+    return [variant.build() for variant in (_Variant(PREFILL_SHAPE, relative=True), *decode)]
+
+
 @cache
 def _kernel(variant: _Variant) -> Kernel:
     tables = (2 * variant.stages + 4) * 8 + (MAX_SEQUENCES + 1) * 4
