@@ -337,6 +337,7 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     u32 written = 0;
     for (int chunk = 0; chunk < p.chunks; chunk++) {
         if (chunk > 0) {
+            __syncthreads();
             for (int i = thread; i < WORDS; i += THREADS) bitmap[i] = 0;
             __syncthreads();
         }
@@ -347,14 +348,16 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
             }
         })
         __syncthreads();
-        u32 words[OWN_WORDS], chosen = 0;
-#pragma unroll
-        for (int i = 0; i < OWN_WORDS; i++) words[i] = bitmap[thread * (OWN_WORDS + 1) + i];
-#pragma unroll
-        for (int i = 0; i < OWN_WORDS; i++) chosen += __popc(words[i]);
-        u32 place = written + inclusive_sum(chosen, s) - chosen;
+        const u32* words = bitmap + thread * (OWN_WORDS + 1);
+        u32 chosen = 0, used = 0;
 #pragma unroll
         for (int i = 0; i < OWN_WORDS; i++) {
+            chosen += __popc(words[i]);
+            used |= words[i] != 0 ? 1u << i : 0;
+        }
+        u32 place = written + inclusive_sum(chosen, s) - chosen;
+        for (; used != 0; used &= used - 1) {
+            int i = __ffs(used) - 1;
             for (u32 bits = words[i]; bits != 0; bits &= bits - 1) {
                 out[place++] = chunk * WINDOW + (thread * OWN_WORDS + i) * 32 + __ffs(bits) - 1;
             }
