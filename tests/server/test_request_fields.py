@@ -17,13 +17,12 @@ REFUSED: dict[str, Any] = {
     "logprob_token_ids": [4], "repetition_detection": {"min_count": 3},
     "structured_outputs": {"regex": "a", "json": "{}"}, "regex": "(", "ebnf": "a", "json_schema": "{",
     "structural_tag": {},
-    "cache_salt": "s", "extra_key": "s", "kv_transfer_params": {}, "stream_interval": 4,
-    "routed_experts_prompt_start": 1,
+    "extra_key": "s", "kv_transfer_params": {}, "routed_experts_prompt_start": 1,
     "return_hidden_states": True, "return_routed_experts": True, "lora_path": "x", "stop_regex": "a",
     "custom_logit_processor": "x", "logits_processors": ["a"], "no_stop_trim": True, "data_parallel_rank": 1,
 }  # fmt: skip
 REFUSED_IN_CHAT = REFUSED | {
-    "truncate_prompt_tokens": 3, "echo": True, "documents": [{"text": "a"}], "chat_template": "x",
+    "truncate_prompt_tokens": 3, "documents": [{"text": "a"}], "chat_template": "x",
     "thinking_token_budget": 4, "add_special_tokens": True, "separate_reasoning": False,
     "stream_reasoning": False, "mm_processor_kwargs": {"a": 1}, "response_format": {"type": "json_object"},
     "add_generation_prompt": False, "chat_template_kwargs": {"other": 1},
@@ -137,6 +136,40 @@ def test_an_answer_continues_the_last_message(server: Server) -> None:
     assert rendered["prompt"] == one["prompt_text"]
     for wrong in ({"add_generation_prompt": True}, {"messages": [USER]}):
         check_shape(server.http.post("/v1/chat/completions", json=asked | wrong), 400, "continue_final_message")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_repeats_the_message_that_it_continues(server: Server, stream: bool) -> None:
+    parts = [{"type": "text", "text": "Once "}, {"type": "text", "text": "u"}]
+    messages = [USER, {"role": "assistant", "content": parts}]
+
+    def read(extra: dict[str, Any]) -> str:
+        asked = CHAT | {"messages": messages, "continue_final_message": True, "stream": stream} | extra
+        if not stream:
+            return server.http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+        with server.http.stream("POST", "/v1/chat/completions", json=asked) as answer:
+            chunks = [json.loads(line[6:]) for line in lines_of(answer) if line.startswith("data: {")]
+        return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+
+    plain = read({})
+    assert plain and read({"echo": True}) == "Once u" + plain
+    # Nothing is repeated of another's message, as in vLLM.
+    assert read({"echo": True, "messages": [USER], "continue_final_message": False}) == read(
+        {"messages": [USER], "continue_final_message": False}
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_cache_salt_is_checked_and_changes_nothing(server: Server, path: str) -> None:
+    body = {"model": MODEL, "temperature": 0, "max_output_tokens" if path == "/v1/responses" else "max_tokens": 5}
+    body |= {"prompt": "hi"} if path == "/v1/completions" else {"messages": [USER], "input": "hi"}
+    answers = [server.http.post(path, json=body | salt) for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    texts = [re.findall(r'"(?:text|content)":"([^"]+)"', answer.text) for answer in answers]
+    assert texts[0] == texts[1] == texts[2]
+    for wrong in ("", "x" * 1025, 5, ["a"]):
+        refused = server.http.post(path, json=body | {"cache_salt": wrong})
+        assert refused.status_code == 400 and "cache_salt" in refused.text
 
 
 def test_log_probabilities_name_tokens_by_id(server: Server) -> None:

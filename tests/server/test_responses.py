@@ -269,11 +269,16 @@ def test_reasoning_then_answer_async(nano: Server) -> None:
     assert answer.usage.output_tokens_details.reasoning_tokens > 0
 
 
-def test_parse_helpers_without_a_format(nano: Server) -> None:
+def test_parse_helpers(nano: Server) -> None:
+    """Without a format there is nothing to parse; with one, what comes back is an object of the class."""
     parsed = nano.client.responses.parse(**ASK, input="Hello")
     assert parsed.output_text and parsed.output_parsed is None
     messages: Any = [{"role": "user", "content": "Hello"}]
     chat = nano.client.chat.completions.parse(model="nano", messages=messages, max_tokens=20)
     assert chat.choices[0].message.content and chat.choices[0].message.parsed is None
-    with pytest.raises(openai.BadRequestError, match="text.format is not supported"):
-        nano.client.responses.parse(**ASK, input="Hello", text_format=Weather)
+    asked = nano.client.responses.parse(**ASK, input="It is 12 degrees in Rome. As JSON, please.", text_format=Weather)
+    assert isinstance(asked.output_parsed, Weather)
+    chat = nano.client.chat.completions.parse(
+        model="nano", messages=messages, max_tokens=60, temperature=0, response_format=Weather
+    )
+    assert isinstance(chat.choices[0].message.parsed, Weather)
