@@ -108,6 +108,12 @@ def streaming_cases(tokens: int) -> Iterator[tuple[str, str, int, Callable[[], t
         "Engram gate", "engram_gate", 13 * row,
         lambda: (random(tokens, HC, DIM), random(tokens, (HC + 1) * DIM), gate_weight, None, 1e-20),
     )  # fmt: skip
+    rows, heads = 1 << 21, 24  # of 256 values as Engram's tables have them
+    table = torch.randint(0, 126, (1, rows, 264), dtype=torch.uint8, device="cuda")
+    yield (
+        "Engram gather", "load_rows", tokens * heads * (264 + 512),
+        lambda: (table, torch.randint(rows, (tokens, heads), device="cuda"), RowFormat.FP8, 256, torch.bfloat16),
+    )  # fmt: skip
     yield (
         "MoE gate", "moe_gate", tokens * EXPERTS * 4,
         lambda: (random(tokens, EXPERTS, dtype=torch.float32), random(EXPERTS, dtype=torch.float32), ACTIVE, True, 1.5),
