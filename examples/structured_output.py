@@ -1,4 +1,4 @@
-"""Formats that an output cannot violate, asked of prompts that want the opposite: python examples/structured_output.py"""
+"""Formats that no output can violate, whatever the prompt asks for: python examples/structured_output.py"""
 
 import json
 import re

@@ -65,10 +65,14 @@ def accepts(grammar: Grammar, text: str) -> bool:
     return feed(matcher, tokenizer().encode_text(text)) and EOS in allowed(matcher)
 
 
-def walk(grammar: Grammar, seed: int, hurry: float = 0.4, steps: int = 400) -> list[int] | None:
-    """Tokens of a random output; None if it does not end. In a hurry, the end and what closes are chosen."""
+def walk(
+    grammar: Grammar, seed: int, hurry: float = 0.4, steps: int = 400, first: tuple[str, ...] = ()
+) -> list[int] | None:
+    """Tokens of a random output; None if it does not end. In a hurry it ends, or closes something (`first` first)."""
     rng, matcher, out = random.Random(seed), grammar.matcher(), []
-    closing = [EOS, *(tokenizer().encode_text(text)[0] for text in ('"', "}", "]", ", ", ":", "</", "<", "\n"))]
+    controls = [tokenizer().control_id(role) for role in ("think_end", "dsml")]
+    texts = (*first, '"', "}", "]", ", ", ":", "</", "<", "\n")
+    closing = [EOS, *controls, *(tokenizer().encode_text(text)[0] for text in texts)]
     for _ in range(steps):
         choices = allowed(matcher)
         assert choices, f"dead end behind {tokenizer().decode(out)!r}: {matcher.failed}"

@@ -1,0 +1,203 @@
+"""Tool calls in V4.1's text format: every call of a random output satisfies its tool's schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from deepinfer.recipe import ConversionOptions, convert_chat_request
+from deepinfer.recipe.events import AnswerText, ReasoningText, ToolCallArguments, ToolCallStart
+from deepinfer.recipe.stream_parser import StreamParser
+from deepinfer.recipe.structure import answer_format, output_format
+from deepinfer.structured.matcher import Grammar
+from tests.structured.grammars import EOS, allowed, compiled, feed, tokenizer, walk
+
+EVERYTHING: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2},
+        "note": {"type": ["string", "null"]},
+        "code": {"type": "string", "pattern": "^[A-Z]{3}$"},
+        "short": {"type": "string", "minLength": 1, "maxLength": 8},
+        "list": {"$ref": "#/$defs/node"},
+        "either": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "number"}]},
+        "mixed": {"enum": ["a", 1, None]},
+        "free": {},
+    },
+    "required": ["city", "days", "list"],
+    "additionalProperties": False,
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+            "required": ["v", "next"],
+            "additionalProperties": False,
+        }
+    },
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+CLOSED = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+
+
+def tool(name: str, parameters: Any, strict: bool | None = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
+
+
+class Case:
+    """A chat request, its grammar, and how its output is read."""
+
+    def __init__(self, thinking: bool = False, parallel: bool = True, version: str = "v4.1", **fields: Any):
+        body = {"model": "m", "messages": [{"role": "user", "content": "json"}], **fields}
+        body["thinking"] = {"type": "enabled" if thinking else "disabled"}
+        options = ConversionOptions({"m": version}, enforces_calls=True)  # type: ignore[dict-item]
+        self.request = convert_chat_request(body, options)
+        self.schemas = {entry["function"]["name"]: entry["function"]["parameters"] for entry in fields["tools"]}
+        whole = output_format(self.request, answer_format(self.request), tokenizer().control_ids, parallel)
+        self.grammar: Grammar | None = None
+        if whole is not None:
+            so_args = {"schema_type": "structural_tag", "schema": {"type": "structural_tag", "format": whole}}
+            self.grammar = compiled(so_args)
+
+    def read(self, token_ids: list[int]) -> tuple[str, str, list[tuple[str, str]]]:
+        """(reasoning, answer, calls with their arguments)."""
+        parser = StreamParser(self.request.parsing)
+        events = parser.push(tokenizer().decode(token_ids)) + parser.finish("stop")
+        names = [event.name for event in events if isinstance(event, ToolCallStart)]
+        arguments = [""] * len(names)
+        for event in events:
+            if isinstance(event, ToolCallArguments):
+                arguments[event.index] += event.text
+        texts = ["".join(e.text for e in events if isinstance(e, kind)) for kind in (ReasoningText, AnswerText)]
+        return texts[0], texts[1], list(zip(names, arguments, strict=True))
+
+    def outputs(self, count: int = 30) -> list[tuple[str, str, list[tuple[str, str]]]]:
+        assert self.grammar is not None
+        walks = [walk(self.grammar, seed, hurry=0.5, first=("</", "<")) for seed in range(count)]
+        return [self.read(token_ids) for token_ids in walks if token_ids is not None]
+
+    def check(self, calls: list[tuple[str, str]]) -> None:
+        for name, arguments in calls:
+            schema = self.schemas[name] or {"type": "object"}
+            judge = jsonschema.Draft202012Validator(schema)
+            assert judge.is_valid(json.loads(arguments)), (name, arguments)
+
+
+@pytest.mark.parametrize("version", ["v4.1", "v4"])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_required_calls_satisfy_their_schemas(version: str, thinking: bool) -> None:
+    tools = [tool("everything", EVERYTHING), tool("nothing", NOTHING), tool("any", None)]
+    case = Case(thinking, version=version, tools=tools, tool_choice="required")
+    found = case.outputs()
+    assert len(found) >= 20
+    for reasoning, answer, calls in found:
+        assert calls and answer.strip() == "" and (thinking or not reasoning)
+        case.check(calls)
+    assert {name for _, _, calls in found for name, _ in calls} == {"everything", "nothing", "any"}
+    assert any(len(calls) > 1 for _, _, calls in found)
+
+
+def test_a_named_tool_is_the_one_that_is_called() -> None:
+    tools = [tool("a", CLOSED), tool("b", CLOSED)]
+    case = Case(tools=tools, tool_choice={"type": "function", "function": {"name": "b"}})
+    assert {name for _, _, calls in case.outputs() for name, _ in calls} == {"b"}
+
+
+def test_one_call_only() -> None:
+    case = Case(parallel=False, tools=[tool("a", CLOSED)], tool_choice="required")
+    assert [len(calls) for _, _, calls in case.outputs()] == [1] * len(case.outputs())
+    auto = Case(parallel=False, tools=[tool("a", CLOSED)])
+    assert all(len(calls) <= 1 for _, _, calls in auto.outputs())
+
+
+def written(text: str) -> list[int]:
+    """Tokens of an output in which control tokens are control tokens."""
+    spelled = {tokenizer().bytes_of(i).decode(): i for i in tokenizer().control_ids.values()}
+    out: list[int] = []
+    while text:
+        at = min((text.find(s) for s in spelled if s in text), default=len(text))
+        out += tokenizer().encode_text(text[:at]) if at else []
+        text = text[at:]
+        control = next((s for s in spelled if text.startswith(s)), None)
+        if control:
+            out.append(spelled[control])
+            text = text[len(control) :]
+    return out
+
+
+CALL = (
+    '<｜DSML｜ calls>\n<｜DSML｜ invoke name="a">\n<｜DSML｜ parameter name="a" string="true">{}</｜DSML｜ parameter>\n'
+    "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
+)
+
+
+@pytest.mark.parametrize("value", ["", "x", "<p>a</p></div>", "two\nlines ü 日本", 'quote " and \\', "</", "</｜DSM"])
+def test_strict_tools_leave_the_choice_and_any_text(value: str) -> None:
+    case = Case(tools=[tool("a", CLOSED, True)])
+    assert case.grammar is not None
+    for before in ("", "Let me see.\n\n", "a < b </div>"):
+        matcher = case.grammar.matcher()
+        token_ids = written(before + CALL.format(value))
+        assert feed(matcher, token_ids) and allowed(matcher) == {EOS}
+        (call,) = case.read(token_ids)[2]
+        assert json.loads(call[1]) == {"a": value}
+    matcher = case.grammar.matcher()
+    assert feed(matcher, tokenizer().encode_text("Just an answer.")) and EOS in allowed(matcher)
+
+
+def test_no_call_is_spelled_in_text_and_none_opened_in_reasoning() -> None:
+    case = Case(thinking=True, tools=[tool("a", CLOSED, True)])
+    assert case.grammar is not None
+    dsml, think_end = tokenizer().control_id("dsml"), tokenizer().control_id("think_end")
+    matcher = case.grammar.matcher()
+    assert feed(matcher, tokenizer().encode_text("Hm. <")) and dsml not in allowed(matcher)
+    for text in ("<｜DSML｜ calls>", "</think>"):
+        assert not feed(case.grammar.matcher(), tokenizer().encode_text(text))
+    assert feed(matcher, [think_end]) and not feed(matcher, tokenizer().encode_text("<｜DSML｜ calls>"))
+    bad = written("</think>" + CALL.format("x").replace('name="a" string', 'name="b" string'))
+    assert not feed(case.grammar.matcher(), bad)
+
+
+def test_answers_with_a_format_and_tools() -> None:
+    case = Case(tools=[tool("a", CLOSED, True)], response_format={"type": "json_object"})
+    num_calls = 0
+    for _, answer, calls in case.outputs(40):
+        num_calls += len(calls)
+        case.check(calls)
+        assert calls or isinstance(json.loads(answer), dict)
+    assert num_calls
+
+
+def test_nothing_is_enforced_that_nobody_asked_for() -> None:
+    assert Case(tools=[tool("a", CLOSED)]).grammar is None
+    assert Case(tools=[tool("a", CLOSED)], tool_choice="none").grammar is None
+
+
+def test_strict_schemas_are_enforced_whole() -> None:
+    """Strict mode's normal form drops `minItems`; the calls obey it all the same, and stay closed."""
+    inner = {"type": "object", "properties": {"l": {"type": "array", "items": {"type": "null"}, "minItems": 3}}}
+    case = Case(tools=[tool("a", inner | {"required": ["l"]}, True)])
+    enforced = case.request.conversation.tools[0].enforced
+    assert enforced["additionalProperties"] is False and enforced["properties"]["l"]["minItems"] == 3
+    shown = case.request.conversation.tools[0].parameters
+    assert "minItems" not in json.dumps(shown)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "minProperties": 1},
+        {"type": "object", "properties": {'a"b': {}}},
+        {"type": "object", "patternProperties": {"a": {}}},
+        {"type": "object", "properties": {"a": {"$ref": "#/nope"}}},
+        {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+    ],
+)
+def test_parameters_that_cannot_be_enforced_are_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Case(tools=[tool("a", parameters)], tool_choice="required")
