@@ -1,11 +1,12 @@
 """`deepinfer bench overhead`: what HTTP, recipe and the way to the engine process add to a step of the engine.
 
-Each round runs the same requests twice, one after the other: by the bare engine in this process, on all cores, and as
-streams of chat completions through a real `deepinfer serve` with its default settings. A decode step gives every stream
-one token, so the gap between two pieces of a stream is a step as a client sees it: its median less that of the engine's
-own steps is the overhead. The throughput is of whole runs, prefill included. CPU times stand beside them, because
-on a busy machine they move less than wall time: that of the server's process, which works while the engine is in its
-next step, and what the engine process needs more than the engine alone.
+Each round runs the same requests one way after the other: by the bare engine in this process, and as streams of chat
+completions through a real `deepinfer serve` with its default settings. A decode step gives every stream one token, so
+the gap between two pieces of a stream is a step as a client sees it: its median less that of the engine's own steps is
+the overhead. A server leaves itself a core: the overhead is over an engine on as many threads, while the throughput (of
+whole runs, prefill included) is compared with an engine on every core. CPU times stand beside them, because on a busy
+machine they move less than wall time: that of the server's process, which works while the engine is in its next step,
+and what the engine process needs more than the engine alone.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import torch
 
 from deepinfer.bench.results import Record, median_of
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.child import default_threads
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import load_engine
 from deepinfer.params import SamplingParams
@@ -159,7 +162,12 @@ def measure(
     ]
     params = [SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=number) for number in range(num_streams)]
     engine = load_engine(model, EngineConfig(max_num_seqs=num_streams))
-    settings = {"server": ()} | ({"server, every core": ("--threads", str(os.cpu_count()))} if every_core else {})
+    # The default server leaves itself a core: its step is compared with the same engine on as many threads, its
+    # throughput with the engine on every core.
+    every, left = torch.get_num_threads(), default_threads()
+    like = "offline" if left == every else f"offline, {left} thread{'s' if left > 1 else ''}"
+    threads = {"offline": every, like: left}
+    settings = {"server": ()} | ({"server, every core": ("--threads", str(every))} if every_core else {})
     with ExitStack() as stack:
         servers = {name: stack.enter_context(serving(model, num_streams, *asked)) for name, asked in settings.items()}
         url = f"http://127.0.0.1:{servers['server'].port}/v1/chat/completions/render"
@@ -167,24 +175,29 @@ def measure(
         run_offline(engine, prompts, [SamplingParams(max_tokens=4, ignore_eos=True)] * num_streams)
         for server in servers.values():
             all_streams(server.port, [body | {"max_tokens": 4} for body in bodies])
-        runs: dict[str, list[Run]] = {name: [] for name in ("offline", *servers)}
+        runs: dict[str, list[Run]] = {name: [] for name in (*threads, *servers)}
         for number in range(rounds):
             # The order changes, so that a machine that gets slower or faster favours none.
             kinds = list(runs)
             shift = number % len(kinds)
             for kind in kinds[shift:] + kinds[:shift]:
-                if kind == "offline":
+                if kind in threads:
+                    torch.set_num_threads(threads[kind])
                     runs[kind].append(offline_run(engine, prompts, params))
                 else:
                     runs[kind].append(online_run(servers[kind], bodies, num_tokens))
             print("; ".join(f"{kind}: {runs[kind][-1].told(num_streams, num_tokens)}" for kind in runs), flush=True)
+    torch.set_num_threads(every)
     records = []
     for name in servers:
-        records += compared(runs["offline"], runs[name], f"{num_streams} streams{name.removeprefix('server')}",
-                            num_tokens, num_streams, command)  # fmt: skip
+        streams = f"{num_streams} streams{name.removeprefix('server')}"
+        same = runs[like if name == "server" else "offline"]
+        records += compared(runs["offline"], same, runs[name], streams, num_tokens, num_streams, command)
     rate = partial(median_of, part="3", unit="tok/s", command=command)
-    totals = [num_tokens * num_streams / run.seconds for run in runs["offline"]]
-    return [*records, rate(f"output tokens per second, offline ({num_streams} streams)", totals)]
+    for name in threads:
+        totals = [num_tokens * num_streams / run.seconds for run in runs[name]]
+        records.append(rate(f"output tokens per second, {name} ({num_streams} streams)", totals))
+    return records
 
 
 @dataclass
@@ -223,10 +236,16 @@ def online_run(server: ServerProcess, bodies: list[dict], num_tokens: int) -> Ru
 
 
 def compared(
-    offline: list[Run], online: list[Run], streams: str, num_tokens: int, num_streams: int, command: str
+    offline: list[Run],
+    same_threads: list[Run],
+    online: list[Run],
+    streams: str,
+    num_tokens: int,
+    num_streams: int,
+    command: str,
 ) -> list[Record]:
-    """Records of a server beside the engine alone, round by round."""
-    pairs = list(zip(offline, online, strict=True))
+    """Records of a server beside the engine alone, round by round: on every core, and on as many threads."""
+    pairs = list(zip(same_threads, online, strict=True))
     per_step = partial(median_of, part="3", unit="ms", higher_is_better=False, command=command)
     share = partial(median_of, part="3", unit="share", command=command)
     rate = partial(median_of, part="3", unit="tok/s", command=command)
@@ -238,7 +257,7 @@ def compared(
         ),
         share(
             f"server throughput over offline ({streams})",
-            [one.seconds / two.seconds for one, two in pairs],
+            [one.seconds / two.seconds for one, two in zip(offline, online, strict=True)],
             target=TARGET_SHARE,
         ),
         per_step(f"CPU time of the server's process a token-step ({streams})", [run.server_cpu_ms for run in online]),
