@@ -25,10 +25,11 @@ from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
 from deepinfer.engine.chunking import image_spans
+from deepinfer.engine.collect import News, collect, step_stats
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.deadlines import Deadlines
 from deepinfer.engine.drafters import make_speculation
-from deepinfer.engine.model_inputs import build_model_inputs, decoder_start
+from deepinfer.engine.model_inputs import build_model_inputs
 from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
@@ -40,8 +41,6 @@ from deepinfer.observability.stats import StepStats
 from deepinfer.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.random import completion_seed
-from deepinfer.sampling.sampler import launch_sample
-from deepinfer.sampling.transfer import upload
 from deepinfer.speculation.drafter import Drafter
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.structured.compiler import GrammarCompiler
@@ -291,19 +290,10 @@ class Engine:
                 if self.speculation is not None:
                     step.sampled = self.speculation.launch(step, self.eos_token_ids)
                 else:
-                    step.sampled = self._launch_plain(step)
+                    step.sampled = PlainSampling.launch(step, self.eos_token_ids, self._slot_tokens)
         except Exception as error:
             return None, self._failed_step(step.batch.sequences, error)
         return step, []
-
-    def _launch_plain(self, step: LaunchedStep) -> PlainSampling:
-        sampled = launch_sample(step.logits, step.sequences, self.eos_token_ids)
-        if step.sequences:  # else a chunk that ends no prompt
-            slots = step.slots
-            if isinstance(slots, np.ndarray):
-                slots = upload(slots, step.logits.device)
-            self._slot_tokens.tokens[:, 0].scatter_(0, slots.long(), sampled.token_ids)
-        return PlainSampling(sampled)
 
     def _finish(self, step: LaunchedStep | None) -> list[RequestOutput]:
         """Wait for the tokens of a step and return its news."""
@@ -317,12 +307,15 @@ class Engine:
             return self._failed_step(step.batch.sequences, error)
         self._learn_cost(step)
         with scope("postprocess"):
-            num_before = self.num_output_tokens
-            outputs = self._postprocess(step, sampled)
+            news = collect(step, sampled, self.requests, self.outputs, self.scheduler, self.eos_token_ids)
+            outputs = self._postprocess(news)
         with scope("observe"):
-            num_new = self.num_output_tokens - num_before
-            self._observe(lambda: self.observer.after_step(self._step_stats(step, sampled, num_new)))
+            self._observe(lambda: self.observer.after_step(self._step_stats(step, sampled, news.num_tokens)))
         return outputs
+
+    def _step_stats(self, step: LaunchedStep, sampled: StepTokens, num_tokens: int) -> StepStats:
+        counts = getattr(self.runner, "expert_counts", None)
+        return step_stats(self.stats(), step, sampled, num_tokens, self.config, self.observer.flops, counts)
 
     def _learn_cost(self, step: LaunchedStep) -> None:
         """Tell the scheduler how long a prefill step took, if it plans with that. Call when its tokens are read."""
@@ -348,27 +341,6 @@ class Engine:
             cuda_graph_bytes=sum(graphs.capture_bytes for graphs in captured),
         )
 
-    def _step_stats(self, step: LaunchedStep, sampled: StepTokens, num_new: int) -> StepStats:
-        """What a step did."""
-        now = self.stats()
-        flops = None
-        if self.observer.flops is not None:
-            counts, keep_from = np.array(step.batch.num_tokens), decoder_start(step.batch, self.config)
-            flops = float(self.observer.flops.step(step.starts, counts, len(step.sequences), keep_from).total)
-        return StepStats(
-            num_prompt_tokens=sum(step.batch.num_tokens) if step.batch.is_prefill else 0,
-            num_output_tokens=num_new,
-            num_running=now.num_running,
-            num_waiting=now.num_waiting,
-            cache_usage=1 - now.num_free_blocks / now.num_blocks,
-            num_preemptions=now.num_preemptions,
-            flops=flops,
-            drafts=None if self.speculation is None else sampled.num_rounds,
-            draft_tokens=None if self.speculation is None else sampled.num_drafts,
-            accepted_tokens=None if self.speculation is None else sampled.num_accepted,
-            expert_counts=getattr(self.runner, "expert_counts", None),
-        )
-
     def _forget(self, request_id: str, now: float) -> None:
         """The request is finished."""
         self.requests.pop(request_id).metrics.finished_time = now
@@ -385,45 +357,16 @@ class Engine:
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now
 
-    def _postprocess(self, step: LaunchedStep, sampled: StepTokens) -> list[RequestOutput]:
-        """Append the new tokens, apply the stop conditions and collect the news per request."""
-        now = time.monotonic()
-        news: dict[str, RequestOutput] = {}
-        make = self.outputs
-        finished: list[Sequence] = []
-        sequences, num_expected = step.sequences, step.num_expected
-        invalid = [sequences[i] for i in sampled.invalid if sequences[i].finish_reason is None]
-        for i, (seq, token_ids, logprobs) in enumerate(
-            zip(sequences, sampled.token_ids, sampled.logprobs, strict=True)
-        ):
-            if seq.finish_reason is not None or (invalid and seq in invalid):
-                continue  # it ended before these tokens were read, or has none
-            for count, token_id in enumerate(token_ids, 1):
-                seq.append(token_id, self.eos_token_ids)
-                if seq.finish_reason is not None and count < len(token_ids):  # what was accepted behind it is void
-                    token_ids, logprobs = token_ids[:count], None if logprobs is None else logprobs[:count]
-                    break
-            if num_expected is not None:
-                self.scheduler.settle(seq, num_expected[i], len(token_ids))
-            self.num_output_tokens += len(token_ids)
-            if seq.metrics.first_token_time is None:
-                seq.metrics.first_token_time = now
-            completion = make.completion(seq.index, token_ids, logprobs, seq.finish_reason, seq.stop_reason)
-            output = news.get(seq.request_id)
-            if output is None:
-                prompt = self.requests[seq.request_id].prompt_token_ids
-                news[seq.request_id] = make.output(seq.request_id, prompt, completion, seq.metrics)
-            else:
-                output.outputs.append(completion)
-            if seq.finish_reason is not None:
-                finished.append(seq)
-        if finished:
-            self.scheduler.remove(finished)
-            for request_id in {seq.request_id for seq in finished}:
+    def _postprocess(self, news: News) -> list[RequestOutput]:
+        """Free what the finished sequences hold, and end the requests that are done."""
+        self.num_output_tokens += news.num_tokens
+        if news.finished:
+            self.scheduler.remove(news.finished)
+            for request_id in {seq.request_id for seq in news.finished}:
                 if self.requests[request_id].finished:
-                    self._forget(request_id, now)
-                    news[request_id].finished = True
-        return [*news.values(), *self._fail_invalid(invalid)]
+                    self._forget(request_id, time.monotonic())
+                    news.outputs[request_id].finished = True
+        return [*news.outputs.values(), *self._fail_invalid(news.invalid)]
 
     def _fail_invalid(self, sequences: list[Sequence]) -> list[RequestOutput]:
         """Rows without a finite largest logit: the model's fault, or nothing was left that all settings allow."""

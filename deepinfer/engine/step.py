@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,9 @@ from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.swap import CacheRows
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.outputs import RequestOutput, TokenLogprob
-from deepinfer.sampling.sampler import LaunchedSample
+from deepinfer.sampling.sampler import LaunchedSample, launch_sample
+from deepinfer.sampling.transfer import upload
+from deepinfer.speculation.slot_tokens import SlotTokens
 
 
 class Runner(Protocol):
@@ -63,6 +66,17 @@ class PlainSampling:
     """One token a sequence."""
 
     sampled: LaunchedSample
+
+    @classmethod
+    def launch(cls, step: LaunchedStep, eos_token_ids: Collection[int], slot_tokens: SlotTokens) -> PlainSampling:
+        """Start drawing; the tokens also go where the next step takes them from."""
+        sampled = launch_sample(step.logits, step.sequences, eos_token_ids)
+        if step.sequences:  # else a chunk that ends no prompt
+            slots = step.slots
+            if isinstance(slots, np.ndarray):
+                slots = upload(slots, step.logits.device)
+            slot_tokens.tokens[:, 0].scatter_(0, slots.long(), sampled.token_ids)
+        return cls(sampled)
 
     def read(self) -> StepTokens:
         got = self.sampled.read()

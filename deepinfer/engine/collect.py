@@ -1,0 +1,95 @@
+"""What a step that is read means: for its sequences, for their requests, and for the statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.model_inputs import decoder_start
+from deepinfer.engine.output_pool import NewOutputs
+from deepinfer.engine.scheduler import Scheduler
+from deepinfer.engine.sequence import Request, Sequence
+from deepinfer.engine.step import LaunchedStep, StepTokens
+from deepinfer.observability.flops import FlopsEstimator
+from deepinfer.observability.stats import StepStats
+from deepinfer.outputs import EngineStats, RequestOutput
+
+
+@dataclass(slots=True)
+class News:
+    """What a step brought. `invalid`: unfinished sequences whose tokens mean nothing."""
+
+    outputs: dict[str, RequestOutput]  # by request
+    invalid: list[Sequence]
+    finished: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+def collect(
+    step: LaunchedStep,
+    sampled: StepTokens,
+    requests: dict[str, Request],
+    make: NewOutputs,
+    scheduler: Scheduler,
+    eos_token_ids: Collection[int],
+) -> News:
+    """Append the new tokens, apply the stop conditions and collect the news per request."""
+    now, sequences, num_expected = time.monotonic(), step.sequences, step.num_expected
+    news = News({}, [sequences[i] for i in sampled.invalid if sequences[i].finish_reason is None])
+    for i, (seq, token_ids, logprobs) in enumerate(zip(sequences, sampled.token_ids, sampled.logprobs, strict=True)):
+        if seq.finish_reason is not None or (news.invalid and seq in news.invalid):
+            continue  # it ended before these tokens were read, or has none
+        for count, token_id in enumerate(token_ids, 1):
+            seq.append(token_id, eos_token_ids)
+            if seq.finish_reason is not None and count < len(token_ids):  # what was accepted behind it is void
+                token_ids, logprobs = token_ids[:count], None if logprobs is None else logprobs[:count]
+                break
+        if num_expected is not None:
+            scheduler.settle(seq, num_expected[i], len(token_ids))
+        news.num_tokens += len(token_ids)
+        if seq.metrics.first_token_time is None:
+            seq.metrics.first_token_time = now
+        completion = make.completion(seq.index, token_ids, logprobs, seq.finish_reason, seq.stop_reason)
+        output = news.outputs.get(seq.request_id)
+        if output is None:
+            prompt = requests[seq.request_id].prompt_token_ids
+            news.outputs[seq.request_id] = make.output(seq.request_id, prompt, completion, seq.metrics)
+        else:
+            output.outputs.append(completion)
+        if seq.finish_reason is not None:
+            news.finished.append(seq)
+    return news
+
+
+def step_stats(
+    now: EngineStats,
+    step: LaunchedStep,
+    sampled: StepTokens,
+    num_tokens: int,
+    config: EngineConfig,
+    flops: FlopsEstimator | None,
+    expert_counts: np.ndarray | None,
+) -> StepStats:
+    """What a step did, and the engine's state `now` after it."""
+    count = None
+    if flops is not None:
+        counts, keep_from = np.array(step.batch.num_tokens), decoder_start(step.batch, config)
+        count = float(flops.step(step.starts, counts, len(step.sequences), keep_from).total)
+    speculates = config.speculative_config is not None
+    return StepStats(
+        num_prompt_tokens=sum(step.batch.num_tokens) if step.batch.is_prefill else 0,
+        num_output_tokens=num_tokens,
+        num_running=now.num_running,
+        num_waiting=now.num_waiting,
+        cache_usage=1 - now.num_free_blocks / now.num_blocks,
+        num_preemptions=now.num_preemptions,
+        flops=count,
+        drafts=sampled.num_rounds if speculates else None,
+        draft_tokens=sampled.num_drafts if speculates else None,
+        accepted_tokens=sampled.num_accepted if speculates else None,
+        expert_counts=expert_counts,
+    )
