@@ -27,6 +27,7 @@ from tests.engine.simulated_group import SimulatedGroup
 BLOCK_SIZE = 4
 MAX_LEN = 44  # of a sequence, 11 blocks
 TOKEN = 1
+MAX_DRAFTS = 5
 
 
 @dataclass
@@ -35,11 +36,21 @@ class Rank:
 
     scheduler: Scheduler
     overlap: bool
+    rng: random.Random | None = None  # with drafts: how many, and how many of them are accepted
     num_arrived: int = 0
     now: float = 0.0
     alive: list[Sequence] = field(default_factory=list)
-    in_flight: list[Sequence] = field(default_factory=list)
+    in_flight: list[tuple[Sequence, int]] = field(default_factory=list)  # with the tokens that it may bring
     kinds: list[bool | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.rng is not None:
+            self.scheduler.draft_lengths = self.draft_lengths
+
+    def draft_lengths(self, sequences: list[Sequence]) -> list[int]:
+        assert self.rng is not None and not any(seq.is_full for seq in sequences)
+        room = [max(min(MAX_DRAFTS, seq.max_num_tokens - seq.num_tokens - 1), 0) for seq in sequences]
+        return [self.rng.randint(0, most) for most in room]
 
     def add(self, length: int, max_tokens: int, priority: int, spans: list[tuple[int, int]] = []) -> Sequence:  # noqa: B006
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens, priority=priority)
@@ -59,7 +70,10 @@ class Rank:
     def step(self) -> ScheduledBatch | None:
         held = {id(s) for s in self.alive if s.state_slot}
         batch = self.scheduler.schedule()
-        sampled = [] if batch is None else batch.sampled
+        sampled: list[tuple[Sequence, int]] = []
+        if batch is not None:
+            counts = batch.num_tokens if batch.has_drafts else [1] * len(batch.sampled)
+            sampled = list(zip(batch.sampled, counts, strict=True))
         if batch is not None:
             self.check(batch, held)
             self.scheduler.advance(batch)
@@ -73,11 +87,15 @@ class Rank:
         self.scheduler.check_integrity()
         return batch
 
-    def read(self, sampled: list[Sequence]) -> None:
-        for seq in sampled:
+    def read(self, sampled: list[tuple[Sequence, int]]) -> None:
+        for seq, most in sampled:
             if seq.finish_reason is None:
-                seq.append(TOKEN, ())
-        finished = [seq for seq in sampled if seq.finish_reason == "length" and seq in self.alive]
+                count = 1 if self.rng is None else self.rng.randint(1, most)
+                for _ in range(count):
+                    assert seq.finish_reason is None, "more tokens than it may have"
+                    seq.append(TOKEN, ())
+                self.scheduler.settle(seq, most, count)
+        finished = [seq for seq, _ in sampled if seq.finish_reason == "length" and seq in self.alive]
         self.scheduler.remove(finished)
         for seq in finished:
             self.alive.remove(seq)
@@ -87,10 +105,11 @@ class Rank:
         assert len(batch.sequences) == len(set(map(id, batch.sequences)))
         assert all(s.state_slot and s.finish_reason is None for s in batch.sequences)
         for seq, count in zip(batch.sequences, batch.num_tokens, strict=True):
-            assert 0 < count and seq.num_computed + count <= seq.num_tokens
+            drafts = count - 1 if batch.has_drafts else 0
+            assert 0 < count and seq.num_computed + count <= seq.num_tokens + drafts <= seq.max_num_tokens
             assert len(seq.block_table) * BLOCK_SIZE >= seq.num_computed + count
         if not batch.is_prefill:
-            assert batch.num_tokens == [1] * len(batch.sequences)
+            assert batch.has_drafts == any(count > 1 for count in batch.num_tokens)
             assert all(
                 s.num_computed == s.num_tokens - 1 and s.num_tokens > s.num_prompt_tokens for s in batch.sequences
             )
@@ -122,21 +141,28 @@ class Rank:
 
 
 def make_rank(
-    num_blocks: int, overlap: bool, pool_rows: int | None, lockstep: Lockstep | None = None, **options: object
+    num_blocks: int,
+    overlap: bool,
+    pool_rows: int | None,
+    lockstep: Lockstep | None = None,
+    draft_seed: int | None = None,
+    **options: object,
 ) -> Rank:
-    """`pool_rows` None: preempted sequences are recomputed."""
+    """`pool_rows` None: preempted sequences are recomputed. `draft_seed` None: no drafts."""
     swap = None
     if pool_rows is not None:
         rows = CacheRows([torch.zeros(num_blocks, 2, dtype=torch.uint8)], [torch.zeros(9, 3, dtype=torch.uint8)])
         swap = HostSwap(rows, BLOCK_SIZE, 2 * pool_rows)
     config = EngineConfig(block_size=BLOCK_SIZE, **options)  # type: ignore[arg-type]
-    return Rank(Scheduler(config, num_blocks, swap, lockstep), overlap)
+    rng = None if draft_seed is None else random.Random(draft_seed)
+    return Rank(Scheduler(config, num_blocks, swap, lockstep), overlap, rng)
 
 
 sizes = {
     "num_blocks": st.integers(12, 30),
     "overlap": st.booleans(),
     "pool_rows": st.none() | st.integers(3, 40),
+    "draft_seed": st.none() | st.integers(0, 1000),
     "max_num_seqs": st.integers(1, 6),
     "prefill_chunk_size": st.sampled_from([1, 3, 8, 512]),
     "max_num_batched_tokens": st.sampled_from([4, 9, 2048]),
