@@ -44,6 +44,8 @@ class EngineWriter:
     def encode(self, prompt: Prompt) -> list[int]:
         from deepinfer.recipe import encode_prompt, render_chat
 
+        if prompt.token_ids:
+            return list(prompt.token_ids)
         tokenizer = self.llm.tokenizer
         if tokenizer is None:
             raise ValueError("target: it has no tokenizer.json")
@@ -77,6 +79,8 @@ class HuggingFaceWriter:
         self._load_tokenizer = lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     def encode(self, prompt: Prompt) -> list[int]:
+        if prompt.token_ids:
+            return list(prompt.token_ids)
         self._tokenizer = self._tokenizer or self._load_tokenizer()
         if prompt.is_chat and self._tokenizer.chat_template:
             messages = [{"role": "user", "content": prompt.text}]

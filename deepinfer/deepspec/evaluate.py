@@ -22,6 +22,7 @@ from deepinfer.deepspec.v41_blocks import BlockModel
 from deepinfer.models.loader import is_draft, load_weights
 
 TIMED_CONTEXT, TIMED_REPEATS = 128, 5
+ROW_STEP = 64  # lengths that rows are rounded up to
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,13 @@ def judge_all(
     is_drawn: bool = False,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Judged]:
-    """Every answer that has a prompt, at least two tokens and room in a row."""
+    """Every answer that has a prompt, at least two tokens and room in a row of `length`, in the shortest row it fits."""
     judged = []
     for seed, answer in enumerate(answers):
-        fits = len(answer.token_ids) + draft.block_size + 1 <= length
-        if answer.num_answer >= 2 and fits and len(answer.token_ids) > answer.num_answer:
-            one = judge(target, draft.blocks, answer, length, draft.block_size, is_drawn=is_drawn, seed=seed)
-            judged.append(one)
+        needed = len(answer.token_ids) + draft.block_size + 1
+        if answer.num_answer >= 2 and needed <= length and len(answer.token_ids) > answer.num_answer:
+            row = min(-(-needed // ROW_STEP) * ROW_STEP, length)
+            judged.append(judge(target, draft.blocks, answer, row, draft.block_size, is_drawn=is_drawn, seed=seed))
         advance(1)
     return judged
 

@@ -43,7 +43,7 @@ class Target(Protocol):
 
 
 class V41Target:
-    """A checkpoint of the V4.1 architecture, taps at its dspark_target_layer_ids. Rows have exactly `length` tokens."""
+    """A checkpoint of the V4.1 architecture, taps at its dspark_target_layer_ids. Rows have at most `length` tokens."""
 
     def __init__(self, folder: Path, length: int, device: str) -> None:
         config = ModelConfig.from_file(folder)
@@ -52,20 +52,22 @@ class V41Target:
         self.config = config
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self.weights: Weights = load_weights(folder, config, dtype, device, include=is_text)
-        self.model = FastModel(
-            config,
-            token_map_of(folder, config),
-            length,
-            device,
-            tap_layers=config.dspark_target_layer_ids,
-            flex=False,
-        )
+        self.token_map, self.length, self.device = token_map_of(folder, config), length, device
+        self._models: dict[int, FastModel] = {}  # by length of the rows
         self.embed, self.head = self.weights["embed.weight"], self.weights["head.weight"].float()
         self.shape = Shape(config.hidden_size, config.vocab_size, len(config.dspark_target_layer_ids))
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, info = self.model.hidden(self.weights, tokens, train=False)
+        length = tokens.shape[1]
+        if length > self.length:
+            raise ValueError(f"length: {length}, allowed: at most {self.length}")
+        if length not in self._models:
+            taps = self.config.dspark_target_layer_ids
+            self._models[length] = FastModel(
+                self.config, self.token_map, length, self.device, tap_layers=taps, flex=False
+            )
+        hidden, info = self._models[length].hidden(self.weights, tokens, train=False)
         return torch.cat(info.taps, dim=-1), hidden
 
 

@@ -8,6 +8,7 @@
 | MBPP | text or prompt, code |
 | MT-Bench | turns (or prompt, a list), of which the first is asked |
 | Alpaca | instruction, input |
+| any, encoded for one model | prompt_ids |
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question to ask, or text to go on with."""
+    """A question to ask, text to go on with, or token ids as they are."""
 
     text: str
     is_chat: bool
+    token_ids: tuple[int, ...] = ()
 
 
 def read_tasks(folder: Path, limit: int | None = None) -> dict[str, list[Prompt]]:
@@ -64,6 +66,11 @@ def as_prompt(line: Any) -> Prompt:
     """The prompt of one line of any of the formats."""
     if not isinstance(line, dict):
         raise ValueError("not a JSON object")
+    if "prompt_ids" in line:
+        ids = line["prompt_ids"]
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError("prompt_ids must be a list of token ids")
+        return Prompt("", is_chat=False, token_ids=tuple(ids))
     if "task_id" in line and "entry_point" in line:  # HumanEval: code that goes on
         return Prompt(_text(line, "prompt"), is_chat=False)
     turns = line.get("turns", line.get("prompt") if isinstance(line.get("prompt"), list) else None)

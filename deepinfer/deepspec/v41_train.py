@@ -29,6 +29,7 @@ from deepinfer.deepspec.targets import V41Target
 from deepinfer.deepspec.train import blocks_of, pick_anchors
 from deepinfer.deepspec.v41_blocks import BlockModel, draft_kinds, initial_masters
 from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, head_weights, write_head
+from deepinfer.models.loader import is_draft, load_weights
 from deepinfer.train.batches import Batches, Rows, load_rows
 from deepinfer.train.optimizer import Optimizer, Rates
 from deepinfer.train.parameters import Parameters
@@ -87,11 +88,18 @@ def gradient_step(
     return StepResult(parameters.gradients(), {}, figures)
 
 
+def stored_masters(config: ModelConfig, checkpoint: Path) -> dict[str, Tensor]:
+    """The values of a trained head as masters."""
+    weights = load_weights(checkpoint, config, torch.float32, include=is_draft)
+    return {kind.name: torch.stack([weights[name] for name in kind.names]) for kind in draft_kinds(config)}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder")
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders with train-N.npy, targets-N.npy")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--init", type=Path, help="go on from the head of this checkpoint: give a lower --peak then")
     parser.add_argument("--stages", type=int, default=2, help="draft layers (num_nextn_predict_layers)")
     parser.add_argument("--minutes", type=float, required=True, help="length of the schedule")
     parser.add_argument("--batch", type=int, default=16, help="rows a step")
@@ -114,7 +122,8 @@ def main(arguments: list[str] | None = None) -> None:
     target = V41Target(options.target, options.length, options.device)
     model = BlockModel(config, target.embed, target.head, options.length)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    parameters = Parameters(draft_kinds(config), initial_masters(config, options.seed), options.device, dtype)
+    masters = initial_masters(config, options.seed) if options.init is None else stored_masters(config, options.init)
+    parameters = Parameters(draft_kinds(config), masters, options.device, dtype)
     optimizer = Optimizer(parameters, Rates())
     rows = load_rows(options.data).to(options.device)
     batches = TargetBatches(rows, target, options.batch, options.reads, options.seed)

@@ -20,6 +20,7 @@ LINES = {
     "mt-bench-hf": ({"category": "writing", "prompt": ["First", "Second"]}, Prompt("First", True)),
     "alpaca": ({"instruction": "Say", "input": "this", "output": ""}, Prompt("Say\n\nthis", True)),
     "alpaca_plain": ({"instruction": "Say", "input": "", "output": ""}, Prompt("Say", True)),
+    "encoded": ({"kind": "tool", "prompt_ids": [0, 5, 6]}, Prompt("", False, (0, 5, 6))),
 }
 
 
@@ -44,6 +45,7 @@ def test_compressed_files(tmp_path):
         ("[1]", "line 1: not a JSON object"),
         ('{"question": "a"}\n{"other": 1}', "line 2: no question"),
         ('{"question": 3}', "question must be a text"),
+        ('{"prompt_ids": [1, -2]}', "prompt_ids must be a list of token ids"),
         ('{"turns": []}', "turns must be a list"),
     ],
 )

@@ -100,6 +100,8 @@ def test_what_is_written_is_what_training_saw(checkpoint, tmp_path):
     attach_head(checkpoint, tmp_path / "head.safetensors", tmp_path, 2)
     stored = load_weights(tmp_path, config, include=is_draft)
     assert stored.keys() == seen.keys()
+    again = head_weights(config, v41_train.stored_masters(config, tmp_path))  # and what a run that goes on starts from
+    assert all(torch.equal(again[name], seen[name]) for name in seen)
     for name, value in stored.items():
         assert torch.equal(value, seen[name]), name
     assert {k.rule for k in draft_kinds(config)} == {"balance", "head", "matrix", "router", "vector"}
@@ -115,7 +117,7 @@ def test_the_target_gives_taps_and_hidden_states(checkpoint):
         target.weights,
         target.config,
         tokens,
-        target.model.token_map,
+        target.token_map,
         numerics=numerics,
         trace=trace,
         return_hidden=True,
