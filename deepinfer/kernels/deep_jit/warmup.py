@@ -22,6 +22,8 @@ MODULES = (
     "deepinfer.kernels.deep_gemm.indexer",
     "deepinfer.kernels.deep_gemm.mqa_logits",
     "deepinfer.kernels.deep_select.top_k",
+    "deepinfer.kernels.deep_select.gate",
+    "deepinfer.kernels.tile_kernels.hyper_connection",
 )
 
 

@@ -39,6 +39,11 @@ def build(experts: int) -> Build:
     return Build("gate", Path(__file__).parent / "gate.cu", {"EXPERTS": experts, "CLUSTER": 1})
 
 
+def builds() -> list[Build]:
+    """What the engine launches for V4.1-Flash: for `deepinfer kernels warmup`."""
+    return [build(384)]
+
+
 @cache
 def _kernel(experts: int, device: int) -> Kernel | None:
     kernel = Kernel(build(experts), SHARED_BYTES)

@@ -52,6 +52,11 @@ def build(dim: int, cluster: int, tokens: int) -> Build:
     return Build("mix", Path(__file__).parent / "hyper_connection.cu", defines)
 
 
+def builds() -> list[Build]:
+    """What the engine launches for V4.1-Flash: for `deepinfer kernels warmup`."""
+    return [build(5120, 16, tokens) for tokens in (1, 2, 4)]
+
+
 def shared_bytes(dim: int, cluster: int, tokens: int) -> int:
     """Shared memory of a block, as the kernel lays it out."""
     return tokens * (HC + 1) * dim // cluster * 2 + (cluster + 1) * tokens * SUMS * 4
