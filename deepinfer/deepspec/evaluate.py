@@ -73,7 +73,7 @@ def judge_all(
     is_drawn: bool = False,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Judged]:
-    """Every answer with a prompt, two tokens or more and room in a row of `length`; each in the shortest that holds it."""
+    """Every answer that has a prompt, at least two tokens and room in a row of `length`."""
     judged = []
     for seed, answer in enumerate(answers):
         needed = len(answer.token_ids) + draft.block_size + 1
