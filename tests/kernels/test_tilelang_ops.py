@@ -21,6 +21,7 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "swiglu_tl": (256, 10.0),
     "rope_tl": (8, 128, 16),
     "entry_slots_tl": (512, 64, 128),
+    "window_slots_tl": (128, 134),
     "load_rows_tl": (512,),
     "apply_token_bitmask_tl": (VOCAB,),
     "hc_post_tl": (512,),
@@ -54,6 +55,11 @@ def test_every_operation_is_written_for_both():
     assert set(factories("cuda")) == set(factories("asc")) == set(SIZES)
 
 
+def window_slots(positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    wanted = positions[:, None] + torch.arange(-127, 1)
+    return torch.where(wanted < 0, -1, states[:, None] * 134 + wanted % 134).int()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SIZES)
 def test_agrees_with_the_operation(name: str):
@@ -65,6 +71,7 @@ def test_agrees_with_the_operation(name: str):
         "swiglu_tl": (normal(g, n, 512).to(bf16),),
         "rope_tl": (normal(g, n, 8, 128).to(bf16), angle.cos(), angle.sin()),
         "entry_slots_tl": (integers(g, -1, 64 * 128, n, 512), integers(g, 0, 1000, 3, 64), integers(g, 0, 3, n)),
+        "window_slots_tl": (integers(g, 0, 300, n), integers(g, 1, 9, n)),
         "load_rows_tl": (normal(g, 100, 512).to(bf16), integers(g, -1, 100, n)),
         "apply_token_bitmask_tl": (normal(g, n, VOCAB), integers(g, -(2**31), 2**31, n, 32)),
         "hc_post_tl": (normal(g, n, 4, 512).to(bf16), normal(g, n, 512).to(bf16), normal(g, n, 4), normal(g, n, 4, 4)),
@@ -74,6 +81,7 @@ def test_agrees_with_the_operation(name: str):
         "swiglu_tl": lambda x: ops.swiglu.reference(x.float(), 10.0),
         "rope_tl": lambda x, c, s: ops.rope.reference(x.float(), c, s, False),
         "entry_slots_tl": lambda p, t, s: ops.entry_slots.reference(p, t, s, 128),
+        "window_slots_tl": window_slots,
         "load_rows_tl": lambda cache, slots: cache[slots.clamp_min(0).long()].float(),
         "apply_token_bitmask_tl": ops.apply_token_bitmask.reference,
         "hc_post_tl": lambda h, *rest: ops.hc_post.reference(h.float(), *rest),

@@ -28,6 +28,23 @@ def entry_slots_tl(k: int, max_blocks: int, entries: int) -> Any:
     return entry_slots
 
 
+def window_slots_tl(window: int, ring: int) -> Any:
+    """Slots int32 [n, window] of the last `window` tokens up to positions int32 [n] in rings of the state slots
+    int32 [n] (as `decode_plan` has them); -1 before the first token."""
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def window_slots(
+        positions: T.Tensor((n,), "int32"), states: T.Tensor((n,), "int32"), slots: T.Tensor((n, window), "int32")
+    ):
+        with T.Kernel(n, threads=THREADS) as row:
+            for j in T.Parallel(window):
+                at = positions[row] - (window - 1) + j
+                slots[row, j] = T.if_then_else(at >= 0, states[row] * ring + T.max(at, 0) % ring, NONE)
+
+    return window_slots
+
+
 def load_rows_tl(dim: int, dtype: str = "bfloat16") -> Any:
     """`load_rows` of a cache of plain values [all slots, dim]: rows slots int32 [n], slot 0 for -1."""
     n, size = T.dynamic("n"), T.dynamic("size")
