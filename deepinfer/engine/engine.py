@@ -44,7 +44,7 @@ from deepinfer.sampling.random import completion_seed
 from deepinfer.speculation.drafter import Drafter
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.structured.compiler import GrammarCompiler
-from deepinfer.structured.matcher import Grammar
+from deepinfer.structured.matcher import STRUCTURED_OUTPUT, Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -376,7 +376,7 @@ class Engine:
                 continue  # with another sequence of its request
             reason = "the model returned logits that are not finite"
             if seq.constraint is not None:
-                none_left = "structured output: no token is left that the grammar and the other settings allow"
+                none_left = f"{STRUCTURED_OUTPUT}no token is left that the grammar and the other settings allow"
                 reason = seq.constraint.failed or none_left
             outputs += self._fail([seq], reason)
         return outputs

@@ -10,9 +10,11 @@ from deepinfer.engine.mailbox import Deliver, Leave, News
 from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer.params import SamplingParams
 from deepinfer.server.admission import Place
+from deepinfer.server.errors import ApiError
 from deepinfer.server.metrics import Longest, SequenceClock
 from deepinfer.server.running import Ticket
 from deepinfer.server.text_engine import Delta, EngineError, Piece, Reader, read_completion
+from deepinfer.structured.matcher import STRUCTURED_OUTPUT
 
 if TYPE_CHECKING:
     from deepinfer.server.state import ServerState
@@ -71,12 +73,15 @@ class RunningSequence(Generic[Piece]):
     def read(self, news: News) -> Delta[Piece]:
         """What was delivered, as text.  A stop string ends the sequence in the engine, too.
 
-        Raises what was delivered if it is an exception, EngineError when a step of this sequence failed.
+        Raises what was delivered if it is an exception, EngineError when a step of this sequence failed, ApiError when
+        its grammar cannot go on.
         """
         try:
             if isinstance(news, Exception):
                 raise news
             if news.error:
+                if news.error.startswith(STRUCTURED_OUTPUT):  # what the request asked for together is impossible
+                    raise ApiError(news.error)
                 raise EngineError(news.error)
             delta = read_completion(self._state.text.tokenizer, news.outputs[0], self._reader)
         except Exception:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from deepinfer.recipe.structure import (
 )
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.structured.constraint import Constraint
-from deepinfer.structured.json_schema import check_schema
+from deepinfer.structured.json_schema import check_schema, read_schema
 from deepinfer.structured.lark import read_choices
 from deepinfer.structured.structural_tag import read_structural_tag
 
@@ -165,7 +164,7 @@ def _as_format(asked: Structure) -> Format:
     kind, schema = asked.constraint.schema_type, asked.constraint.schema
     try:
         if kind == "json":
-            return json_part(json.loads(schema))
+            return json_part(read_schema(schema))
         if kind == "choice":
             return {"type": "or", "elements": [text(choice) for choice in read_choices(schema)]}
         if kind == "structural_tag":

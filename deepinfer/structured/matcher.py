@@ -14,6 +14,7 @@ from deepinfer.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 EVERYTHING = -1  # a word of ones
+STRUCTURED_OUTPUT = "structured output: "  # errors of a request whose grammar cannot go on begin so
 
 
 class Grammar:
@@ -81,7 +82,7 @@ class Matcher:
 
     def fail(self, reason: str) -> None:
         logger.error("a grammar failed: %s", reason)
-        self.failed = f"structured output: {reason}"
+        self.failed = STRUCTURED_OUTPUT + reason
 
     def fill_masks(self, drafts: Sequence[int], rows: np.ndarray) -> None:
         """Masks int32 [1 + len(drafts), W]: row 0 of the next token, row j of the one behind drafts[:j].

@@ -44,13 +44,13 @@ class Sandbox:
             process.stdin.write(json.dumps(constraint.so_args()).encode() + b"\n")
             process.stdin.flush()
             answer = _read_line(process, self._seconds)
-        except (OSError, EOFError):
-            self._end(process)
-            raise ValueError("so_args.schema is too complex: compiling it takes too much memory") from None
         except TimeoutError:
             self._end(process)
             message = f"so_args.schema is too complex: it was not compiled within {self._seconds:g} s"
             raise ValueError(message) from None
+        except (OSError, EOFError):
+            self._end(process)
+            raise ValueError("so_args.schema is too complex: compiling it takes too much memory") from None
         error = json.loads(answer)
         if error is not None:
             raise ValueError(error)

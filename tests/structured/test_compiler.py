@@ -1,0 +1,223 @@
+"""Compiling beside the engine: cached, shared, limited, and never in the way of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from deepinfer import SamplingParams
+from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.async_engine import AsyncEngine
+from deepinfer.engine.client import EngineClient
+from deepinfer.engine.loading import load_engine
+from deepinfer.structured import compiler as compiler_module
+from deepinfer.structured.compiler import GrammarCompiler
+from deepinfer.structured.sandbox import Sandbox
+from tests.structured.grammars import EOS, NANO, VOCAB_SIZE, allowed, tokenizer, vocabulary
+
+REGEX = {"schema_type": "regex", "schema": "[a-c]{3}"}
+TOO_COMPLEX = {
+    "schema_type": "json",
+    "schema": json.dumps({"type": "string", "allOf": [{"pattern": f".*a.{{{n}}}"} for n in range(10, 24)]}),
+}
+
+
+@pytest.fixture
+def grammars() -> Any:
+    made = GrammarCompiler(vocabulary)
+    yield made
+    made.close()
+
+
+def test_the_same_is_compiled_once(grammars: GrammarCompiler) -> None:
+    first = grammars.compile(REGEX).result(20)
+    assert grammars.compile(dict(REGEX)).result(20) is first
+    triggered = grammars.compile(REGEX | {"trigger_token_ids": [7]}).result(20)
+    assert triggered.compiled is first.compiled and len(allowed(triggered.matcher())) == VOCAB_SIZE - 1
+    assert len(allowed(first.matcher())) < 100
+
+
+def test_errors_are_not_kept(grammars: GrammarCompiler) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^so_args.schema"):
+            grammars.compile({"schema_type": "regex", "schema": "("}).result(20)
+    assert not grammars._cache
+
+
+def test_the_cache_forgets_the_oldest(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "CACHED_GRAMMARS", 3)
+    for number in range(6):
+        grammars.compile({"schema_type": "regex", "schema": f"a{{{number + 1}}}"}).result(20)
+    grammars.compile(REGEX).result(20)
+    assert len(grammars._cache) == 3 and ("regex", "a{1}") not in grammars._cache
+    monkeypatch.setattr(compiler_module, "CACHED_BYTES", 10)
+    grammars.compile({"schema_type": "regex", "schema": "b"}).result(20)
+    assert sum(len(schema) for _, schema in grammars._cache) <= 10
+
+
+def test_too_many_that_wait_are_refused(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(compiler_module, "MAX_WAITING", 2)
+    monkeypatch.setattr(grammars, "_load_vocabulary", lambda: (go.wait(20), vocabulary())[1])
+    waiting = [grammars.compile({"schema_type": "regex", "schema": text}) for text in "ab"]
+    with pytest.raises(ValueError, match="too many grammars"):
+        grammars.compile({"schema_type": "regex", "schema": "c"})
+    go.set()
+    assert all(one.result(20) for one in waiting)
+    assert grammars.compile({"schema_type": "regex", "schema": "c"}).result(20)
+
+
+def test_a_fault_of_the_library_is_an_error_of_the_request(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars.compile(REGEX).result(20)
+
+    class Panic(BaseException):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise Panic("boom")
+
+    monkeypatch.setattr(grammars._backend, "compile", fail)
+    with pytest.raises(ValueError, match="so_args.schema could not be compiled: boom"):
+        grammars.compile({"schema_type": "regex", "schema": "zz"}).result(20)
+
+
+def test_the_sandbox_lets_through_what_is_fine_and_says_what_is_not() -> None:
+    sandbox = Sandbox(NANO, VOCAB_SIZE, (EOS,), "llguidance", 30.0)
+    guarded = GrammarCompiler(vocabulary, sandbox=sandbox)
+    guarded.protect()
+    assert guarded.compile(REGEX).result(60)
+    for so_args, message in (
+        ({"schema_type": "regex", "schema": "("}, "unclosed group"),
+        ({"schema_type": "json", "schema": '{"not": {}}'}, "'not' at #/not"),
+        (TOO_COMPLEX, "too complex|too big|Unable|too large"),
+    ):
+        with pytest.raises(ValueError, match=f"^so_args.schema.*({message})"):
+            guarded.compile(so_args).result(60)
+    assert guarded.compile({"schema_type": "regex", "schema": "still there"}).result(60)
+    guarded.close()
+
+
+def test_the_sandbox_kills_what_takes_too_long() -> None:
+    sandbox = Sandbox(NANO, VOCAB_SIZE, (EOS,), "llguidance", 0.02)
+    guarded = GrammarCompiler(vocabulary, sandbox=sandbox)
+    guarded.protect()
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="too complex: it was not compiled within 0.02 s"):
+        guarded.compile(TOO_COMPLEX).result(60)
+    assert time.monotonic() - start < 30
+    guarded.close()
+
+
+class SlowCompiler:
+    """A compiler whose grammars are ready when the test says so."""
+
+    def __init__(self, real: GrammarCompiler) -> None:
+        self.real, self.go = real, threading.Event()
+
+    def compile(self, so_args: Any) -> Future[Any]:
+        slow: Future[Any] = Future()
+
+        def work() -> None:
+            self.go.wait(30)
+            try:
+                slow.set_result(self.real.compile(so_args).result(30))
+            except ValueError as error:
+                slow.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return slow
+
+    def protect(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.checkpoints import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+async def tokens_of(stream: Any) -> tuple[list[int], str | None]:
+    token_ids: list[int] = []
+    reason = None
+    async for output in stream:
+        token_ids += output.outputs[0].token_ids
+        reason = output.outputs[0].finish_reason
+    return token_ids, reason
+
+
+def test_a_request_waits_outside_of_the_engine_and_nobody_waits_for_it(tiny: Any) -> None:
+    engine = load_engine(tiny, EngineConfig(max_num_seqs=4))
+    assert engine.grammars is not None
+    slow = SlowCompiler(engine.grammars)
+    engine.grammars = slow  # type: ignore[assignment]
+    running = AsyncEngine(engine)
+
+    async def scenario() -> None:
+        bound = SamplingParams(max_tokens=20, so_args=REGEX)
+        waiting = asyncio.create_task(tokens_of(running.generate("waits", [5, 6], bound)))
+        aborted = asyncio.create_task(tokens_of(running.generate("aborted", [5, 6], bound)))
+        left = running.generate("left", [5, 6], bound)
+        leaving = asyncio.create_task(left.__anext__())
+        refused = asyncio.create_task(
+            tokens_of(running.generate("bad", [5], SamplingParams(so_args={"schema_type": "regex", "schema": "("})))
+        )
+        await asyncio.sleep(0.1)
+        free = await tokens_of(running.generate("free", [5, 6], SamplingParams(max_tokens=30, ignore_eos=True)))
+        assert free[1] == "length" and len(free[0]) == 30
+        assert running.stats().num_running == running.stats().num_waiting == 0
+        running.abort("aborted")
+        assert await aborted == ([], "abort")
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        await left.aclose()
+        slow.go.set()
+        token_ids, reason = await waiting
+        assert reason == "stop" and len(token_ids) >= 2
+        with pytest.raises(ValueError, match="^so_args.schema"):
+            await refused
+        assert running.is_running and not engine.has_unfinished_requests()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        running.close()
+
+
+def test_an_engine_process_compiles_and_refuses(tiny: Any) -> None:
+    async def scenario() -> None:
+        client = EngineClient(str(tiny), EngineConfig(max_num_seqs=4))
+        try:
+            await client.compile(REGEX)
+            with pytest.raises(ValueError, match="^so_args.schema"):
+                await client.compile({"schema_type": "regex", "schema": "("})
+            with pytest.raises(ValueError, match="^so_args.schema_type"):
+                await client.compile({"schema_type": "xml", "schema": "("})
+            params = SamplingParams(max_tokens=20, so_args={"schema_type": "choice", "schema": '["x", "y"]'})
+            token_ids, reason = await tokens_of(client.generate("1", [5, 6], params))  # not compiled before
+            assert reason == "stop" and token_ids
+            bad = SamplingParams(so_args={"schema_type": "regex", "schema": "["})
+            with pytest.raises(ValueError, match="^so_args.schema"):
+                await tokens_of(client.generate("2", [5, 6], bad))
+            assert (await tokens_of(client.generate("3", [5], SamplingParams(max_tokens=3, ignore_eos=True))))[
+                1
+            ] == "length"
+        finally:
+            client.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_vocabulary_is_that_of_the_model() -> None:
+    assert vocabulary().size == VOCAB_SIZE and vocabulary().eos_token_ids == (EOS,)
+    assert vocabulary().encode("ab c") == tokenizer().encode_text("ab c")
