@@ -102,10 +102,7 @@ async def pause(request: Request, mode: str = "abort") -> dict[str, Any]:
 @router.post("/continue_generation", include_in_schema=False)
 async def resume(request: Request) -> dict[str, Any]:
     """End a pause: the requests that wait run, in order of arrival."""
-    state = server_state(request)
-    state.gate.open()
-    if state.text.engine.state == "ready":  # one that was started again meanwhile is not paused
-        await state.text.engine.pause(False)
+    await server_state(request).end_pause()
     return {"status": "resumed"}
 
 

@@ -179,6 +179,8 @@ class DrainingServer(uvicorn.Server):
             )
         if getattr(self.state.text.engine, "start_error", None) is not None:
             self.should_exit = True  # the model cannot be loaded: run_server raises why
+        if self.state.draining and self.state.gate.is_closed:
+            await self.state.end_pause()  # else what has begun would never end
         if self.state.draining and not self.should_exit:
             left = self.deadline - time.monotonic()
             if left <= 0 or not self.state.running:

@@ -63,6 +63,12 @@ class ServerState:
         if not self.gate.turn_away(engine_id):
             self.text.engine.abort(engine_id)
 
+    async def end_pause(self) -> None:
+        """What stood still goes on, and what waits runs."""
+        self.gate.open()
+        if self.text.engine.state == "ready":  # one that was started again meanwhile is not paused
+            await self.text.engine.pause(False)
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.text.name:
             message = f"model must be {self.text.name!r}, got {name[:200]!r}"

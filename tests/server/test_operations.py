@@ -120,22 +120,23 @@ def test_pause_and_resume(server: Server, mode: str, names: tuple[str, str]) -> 
 @pytest.mark.parametrize("options", [(), ("--in-process",)], ids=["process", "thread"])
 def test_what_runs_stands_still_and_goes_on(checkpoint: Path, options: tuple[str, ...]) -> None:
     """`mode=keep`: no token comes while the server is paused, and all of them come afterwards."""
+    asked = LONG | {"max_tokens": 400, "seed": 5}
     server = start_server(checkpoint, "--served-model-name", MODEL, "--api-key", KEY, *options)
     try:
-        with server.http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "seed": 5}) as answer:
+        with server.http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as answer:
             lines = lines_of(answer)
             next(lines)
             assert server.http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
             time.sleep(0.2)  # what was on its way
             generated = server.metric("deepinfer:generation_tokens_total")
-            assert server.metric("deepinfer:num_requests_running") == 1 and generated < LONG["max_tokens"]
+            assert server.metric("deepinfer:num_requests_running") == 1 and generated < 400
             check_shape(server.http.get("/ready"), 503)
             time.sleep(0.5)
             assert server.metric("deepinfer:generation_tokens_total") == generated
             assert server.http.post("/resume").json() == {"status": "resumed"}
             rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
-        whole = server.http.post("/v1/completions", json=LONG | {"seed": 5}).json()["choices"][0]["text"]
+        whole = server.http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
         assert whole.endswith("".join(event["choices"][0]["text"] for event in rest)) and len(rest) > 1
         # A request that stands still can be aborted, and its client may leave: its cache is free at once.
         with server.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
@@ -148,6 +149,20 @@ def test_what_runs_stands_still_and_goes_on(checkpoint: Path, options: tuple[str
     finally:
         server.process.terminate()
         server.process.wait(timeout=30)
+
+
+def test_a_paused_server_that_is_stopped_finishes_what_it_has_begun(checkpoint: Path) -> None:
+    server = start_server(checkpoint, "--served-model-name", MODEL, "--api-key", KEY)
+    try:
+        with server.http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 300}) as answer:
+            lines = lines_of(answer)
+            next(lines)
+            server.http.post("/pause", params={"mode": "keep"})
+            server.process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
+    finally:
+        server.process.kill()
 
 
 def test_a_client_may_leave_while_the_server_is_paused(server: Server) -> None:
