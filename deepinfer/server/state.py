@@ -147,7 +147,7 @@ def start_sequences(
     ticket: Ticket,
     param: str,
 ) -> list[RunningSequence[Piece]]:
-    """`n` sequences of each prompt, in order of their choice index.  Nothing runs before `streams.merge` is iterated.
+    """`n` sequences of each prompt, in order of their choice index.  Nothing runs before `streams.Generation.run`.
 
     Every prompt is checked first, so that a bad one is a 400 (naming `param`) and nothing has started.
     """
