@@ -21,6 +21,8 @@ def num_drafts(config: EngineConfig, model: Any = None) -> int:
         raise ValueError("speculative_config must be unset for this model: it cannot take tokens back")
     count = speculative.num_speculative_tokens
     if speculative.method == "dspark":
+        if config.torch_compile:
+            raise ValueError("torch_compile must be false with speculative method dspark")
         head = getattr(model, "draft_head", None)
         if head is None:
             raise ValueError("speculative method must not be dspark: the checkpoint has no draft head")

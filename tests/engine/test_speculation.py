@@ -19,9 +19,10 @@ from deepinfer.outputs import RequestOutput
 from deepinfer.params import SamplingParams
 from deepinfer.speculation.drafter import Drafts, Round
 from deepinfer.speculation.slot_tokens import SlotTokens
-from tests.engine.test_engine_workloads import EOS, assert_idle, record
+from tests.engine.test_engine_workloads import EOS, Expected, assert_idle, check_output, record
 from tests.engine.test_overlap import Arrival, arrivals
-from tests.engine.toy_model import VOCAB_SIZE, ToyRunner
+from tests.engine.test_scheduler_kinds import run_pair
+from tests.engine.toy_model import VOCAB_SIZE, ToyRunner, greedy_oracle
 
 BLOCK_SIZE = 4
 
@@ -236,3 +237,34 @@ def test_the_device_never_learns_what_was_not_accepted() -> None:
     engine.speculation.drafter.chosen = one_more
     with pytest.raises(AssertionError):
         assert outcome(run(engine, workload)["0"]) == outcome(plain["0"])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=30), min_size=1, max_size=5),
+    max_tokens=st.integers(1, 20),
+    overlap=st.booleans(),
+    mode=st.sampled_from(["recompute", "swap"]),
+    num_blocks=st.integers(15, 40),
+    honesty=st.sampled_from([0.0, 0.8]),
+)
+def test_a_decode_engine_drafts_for_what_it_is_given(
+    prompts: list[list[int]], max_tokens: int, overlap: bool, mode: str, num_blocks: int, honesty: float
+) -> None:
+    """The device of the second engine learns the tokens of a sequence that was prefilled elsewhere."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    options = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": 32, "zero_overhead_scheduling": overlap}
+    source_config = EngineConfig(num_blocks=24, max_num_seqs=3, kind="prefill", **options)
+    source = Engine(ToyRunner(24, BLOCK_SIZE, 3, room=5), source_config, EOS)
+    options |= {"preemption_mode": mode, "swap_memory_bytes": 1 << 13}
+    config = EngineConfig(num_blocks=num_blocks, max_num_seqs=4, kind="decode", **options)
+    limit = min(source.max_model_len, (num_blocks - 1) * BLOCK_SIZE)
+    texts = [prompt + greedy_oracle(prompt, params, EOS, limit)[0] for prompt in prompts]
+    target = Engine(
+        ToyRunner(num_blocks, BLOCK_SIZE, 4, room=5), config, EOS, drafter=TellTale(4, 4, texts, honesty, 1)
+    )
+    requests = [Expected(prompt, params) for prompt in prompts]
+    for name, output in run_pair(source, target, requests).items():
+        check_output(source, requests[int(name.split(".")[0])], output)
+    assert_idle(source)
+    assert_idle(target)

@@ -152,5 +152,7 @@ def test_what_cannot_be_is_refused_at_the_start() -> None:
         ModelRunner(model(False), config)
     with pytest.raises(ValueError, match=r"max_backtracking_tokens must be at least 6 .*got 4"):
         make_engine({"method": "ngram"}, max_backtracking_tokens=4)
+    with pytest.raises(ValueError, match="torch_compile must be false"):
+        make_engine({"method": "dspark"}, torch_compile=True)
     with pytest.raises(ValueError, match="yoco_prefill_keep_tokens must be at least 22"):
         make_engine({"method": "ngram"}, yoco_prefill_truncation_mode="compact", yoco_prefill_keep_tokens=21)
