@@ -27,7 +27,7 @@ def own_server(checkpoint: Path) -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_operation_answers_with_a_server_error(own_server: Server) -> None:
+def test_no_operation_answers_with_a_server_error(own_server: Server, tmp_path: Path) -> None:
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed (make test-schema installs it)")
     # A paused server lets requests wait, which schemathesis would wait for.
@@ -35,7 +35,7 @@ def test_no_operation_answers_with_a_server_error(own_server: Server) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{own_server.url}/openapi.json", *left_out]
     command += ["--checks", "not_a_server_error", "--max-examples", EXAMPLES, "--request-timeout", "60"]
     hooks = {"SCHEMATHESIS_HOOKS": "tests.server.schema_hooks", "SERVED_MODEL": MODEL, "PYTHONPATH": os.getcwd()}
-    run = subprocess.run(command, env=os.environ | hooks, capture_output=True, text=True)
+    run = subprocess.run(command, env=os.environ | hooks, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert " passed" in run.stdout and "failed" not in run.stdout, run.stdout[-2000:]
     assert httpx.get(f"{own_server.url}/ready").status_code == 200
