@@ -17,9 +17,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
 from importlib.util import find_spec
-from itertools import count, cycle
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from deepinfer.structured.vocabulary import Vocabulary
 
 TARGET_THROUGHPUT, TARGET_TPOT = 0.93, 1.05
 PROMPT_TOKENS = 32
-WINDOW_SECONDS = 4.0
+WINDOW_SECONDS = 3.0
 
 PATHOLOGICAL: dict[str, dict[str, Any]] = {
     "exponential patterns": {
@@ -207,32 +206,33 @@ async def measure_tpot(model: str, num_streams: int, rounds: int, command: str) 
 
     refusals: dict[str, str] = {}
 
-    async def compile_one(name: str, so_args: dict[str, Any]) -> None:
+    numbers = count()
+
+    async def compile_one(name: str) -> None:
+        asked = PATHOLOGICAL[name]
+        schema = json.dumps({"title": f"{next(numbers)}", **asked["schema"]})  # a new one each time
         try:
-            await client.compile(so_args | {"schema": json.dumps(so_args["schema"])})
+            await client.compile(asked | {"schema": schema})
         except ValueError as error:
             refusals[name] = str(error)
 
     medians: dict[str, list[float]] = {"quiet": [], "compiling": []}
     tasks = [asyncio.create_task(stream(number)) for number in range(num_streams)]
     try:
-        await compile_one("warm up", {"schema_type": "json", "schema": {"type": "null"}})
+        await client.compile({"schema_type": "json", "schema": "true"})  # starts what compiles
         await asyncio.sleep(2.0)
-        names: Iterator[str] = cycle(PATHOLOGICAL)
-        for number in range(2 * rounds):
-            window = ("quiet", "compiling")[number % 2]
-            gaps[window].clear()
-            end = time.monotonic() + WINDOW_SECONDS
-            while (left := end - time.monotonic()) > 0:
-                if window == "quiet":
-                    await asyncio.sleep(left)
-                else:
-                    name = next(names)
-                    compiling = asyncio.create_task(compile_one(name, PATHOLOGICAL[name]))
-                    await asyncio.wait([compiling, *tasks], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            medians[window].append(statistics.median(gaps[window]))
+        for name in [*PATHOLOGICAL] * rounds:
+            for window in ("quiet", "compiling"):
+                gaps[window].clear()
+                end = time.monotonic() + WINDOW_SECONDS
+                while window == "compiling" and time.monotonic() < end:
+                    await compile_one(name)
+                await asyncio.sleep(max(0.0, end - time.monotonic()))
+                medians[window].append(statistics.median(gaps[window]))
             window = ""
-            await asyncio.sleep(0.2)
+            for task in tasks:
+                if task.done():
+                    task.result()
     finally:
         for task in tasks:
             task.cancel()

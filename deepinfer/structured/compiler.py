@@ -97,7 +97,11 @@ class GrammarCompiler:
         return Grammar(constraint, compiled, self._backend, self._vocabulary)
 
     def _run_aside(self, function: Callable[[], Result]) -> Result:
-        return self._aside.submit(function).result()
+        try:
+            running = self._aside.submit(function)
+        except RuntimeError:  # it is shut down
+            raise ValueError("so_args: the engine is closing") from None
+        return running.result()
 
     def _forget_failure(self, key: _Key, done: Future[Grammar]) -> None:
         """Errors are not kept: they may be of a moment (too slow), and their text is the client's."""
