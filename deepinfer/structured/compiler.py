@@ -14,7 +14,7 @@ from typing import Any
 from deepinfer.structured.backend import Backend, Result, make_backend
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.matcher import Grammar
-from deepinfer.structured.sandbox import Sandbox
+from deepinfer.structured.sandbox import EAGER_SECONDS, Sandbox
 from deepinfer.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,6 @@ THREADS = 2
 CACHED_GRAMMARS = 256
 CACHED_BYTES = 16 * 1024 * 1024  # of schemas; what a library makes of them is some hundred times as much at most
 MAX_WAITING = 16_384
-_NICENESS = 19  # threads that step come first
 _Key = tuple[str, str]
 
 
@@ -53,7 +52,6 @@ class GrammarCompiler:
         self._cache: OrderedDict[_Key, Future[Grammar]] = OrderedDict()
         self._num_waiting = 0
         self._pool = ThreadPoolExecutor(THREADS, "deepinfer-grammar")
-        self._aside = ThreadPoolExecutor(1, "deepinfer-grammar-build", initializer=_step_aside)
 
     def protect(self) -> None:
         """From here on, strangers write the schemas."""
@@ -88,20 +86,13 @@ class GrammarCompiler:
                 self._backend = make_backend(self._backend_name, self._vocabulary)
         assert self._vocabulary is not None
         try:
-            compiled = self._backend.compile(constraint, self._run_aside)
+            compiled = self._backend.compile(constraint, run_aside)
         except ValueError:
             raise
         except BaseException as error:  # a library's fault (a panic is no Exception) is no reason to stop serving
             logger.exception("a grammar could not be compiled")
             raise ValueError(f"so_args.schema could not be compiled: {error}") from None
         return Grammar(constraint, compiled, self._backend, self._vocabulary)
-
-    def _run_aside(self, function: Callable[[], Result]) -> Result:
-        try:
-            running = self._aside.submit(function)
-        except RuntimeError:  # it is shut down
-            raise ValueError("so_args: the engine is closing") from None
-        return running.result()
 
     def _forget_failure(self, key: _Key, done: Future[Grammar]) -> None:
         """Errors are not kept: they may be of a moment (too slow), and their text is the client's."""
@@ -121,7 +112,6 @@ class GrammarCompiler:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._aside.shutdown(wait=False, cancel_futures=True)
 
 
 def _mapped(future: Future[Grammar], constraint: Constraint) -> Future[Grammar]:
@@ -139,9 +129,22 @@ def _mapped(future: Future[Grammar], constraint: Constraint) -> Future[Grammar]:
     return mapped
 
 
-def _step_aside() -> None:
-    """This thread gets what the others leave; Linux has a niceness for each thread."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-    except (AttributeError, OSError):
-        pass
+def run_aside(function: Callable[[], Result]) -> Result:
+    """Call it in a thread that steps back behind all others when it takes longer than usual."""
+    done: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=work, name="deepinfer-grammar-build", daemon=True)
+    thread.start()
+    thread.join(EAGER_SECONDS)
+    if thread.is_alive() and thread.native_id is not None:
+        try:  # Linux has a niceness for each thread
+            os.setpriority(os.PRIO_PROCESS, thread.native_id, 19)
+        except (AttributeError, OSError):
+            pass
+    return done.result()

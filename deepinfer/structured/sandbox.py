@@ -1,8 +1,8 @@
 """A process that compiles a grammar first: whatever happens to it there happens to nobody else.
 
 A schema is a program that a client wrote. Most compile in milliseconds; some take minutes, gigabytes or all the stack.
-The process gets what the others leave of the CPUs, has limited memory, and is killed when it takes too long. What it
-has compiled may be compiled again beside the engine, in about the time that it took here.
+Each is compiled in a fork, which soon gets what others leave of the CPUs, has limited memory, and is killed when it
+takes too long. What has passed may be compiled again beside the engine, in about the time that it took here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import json
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +29,14 @@ START_SECONDS = 120.0
 CPU_SECONDS = 1.0  # that compiling may take
 MASK_SECONDS = 0.05  # of CPU that the mask of a step may take
 TRIED_STEPS = 16
+EAGER_SECONDS = 0.05  # that a compilation has before it has to step back
 
 
 class Sandbox:
     """Any thread may use it; each has a process of its own, from its first use on."""
 
     def __init__(self, path: Path, size: int, eos_token_ids: tuple[int, ...], backend: str, seconds: float) -> None:
-        self._arguments = [str(path), str(size), ",".join(map(str, eos_token_ids)), backend]
+        self._arguments = [str(path), str(size), ",".join(map(str, eos_token_ids)), backend, str(seconds)]
         self._seconds = seconds
         self._local = threading.local()
 
@@ -43,14 +47,10 @@ class Sandbox:
         try:
             process.stdin.write(json.dumps(constraint.so_args()).encode() + b"\n")
             process.stdin.flush()
-            answer = _read_line(process, self._seconds)
-        except TimeoutError:
+            answer = _read_line(process, self._seconds + START_SECONDS)
+        except (OSError, EOFError):  # a TimeoutError, too
             self._end(process)
-            message = f"so_args.schema is too complex: it was not compiled within {self._seconds:g} s"
-            raise ValueError(message) from None
-        except (OSError, EOFError):
-            self._end(process)
-            raise ValueError("so_args.schema is too complex: compiling it takes too much memory") from None
+            raise ValueError("so_args.schema could not be compiled: the process that does it is gone") from None
         error = json.loads(answer)
         if error is not None:
             raise ValueError(error)
@@ -94,17 +94,14 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     return line
 
 
-def main(path: str, size: str, eos_token_ids: str, backend_name: str) -> None:
+def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: str) -> None:
     from deepinfer.structured.backend import make_backend
     from deepinfer.structured.loading import load_vocabulary
 
-    os.nice(19)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     eos = [int(text) for text in eos_token_ids.split(",") if text]
     backend = make_backend(backend_name, load_vocabulary(Path(path), int(size), eos))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     row = np.zeros((int(size) + 31) // 32, np.int32)
 
     def check(constraint: Constraint) -> None:
@@ -122,14 +119,42 @@ def main(path: str, size: str, eos_token_ids: str, backend_name: str) -> None:
             if token_id in eos or not automaton.accept(token_id):
                 break
 
-    print("null", file=answers, flush=True)  # ready
-    for line in sys.stdin.buffer:
-        error = None
+    def judge(line: bytes) -> str | None:
         try:
             check(Constraint.from_so_args(json.loads(line)))
         except BaseException as fault:  # a library's panic is no Exception
-            error = str(fault) if isinstance(fault, ValueError) else f"so_args.schema could not be compiled: {fault}"
-        print(json.dumps(error), file=answers, flush=True)
+            return str(fault) if isinstance(fault, ValueError) else f"so_args.schema could not be compiled: {fault}"
+        return None
+
+    print("null", file=answers, flush=True)  # ready
+    for line in sys.stdin.buffer:
+        print(json.dumps(in_child(partial(judge, line), float(seconds))), file=answers, flush=True)
+
+
+def in_child(judge: Callable[[], str | None], seconds: float) -> str | None:
+    """The answer of a forked process, which may be killed without loading anything again afterwards."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_end)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with os.fdopen(write_end, "w") as pipe:
+            pipe.write(json.dumps(judge()))
+        os._exit(0)
+    os.close(write_end)
+    try:
+        if not select.select([read_end], [], [], EAGER_SECONDS)[0]:
+            os.setpriority(os.PRIO_PROCESS, pid, 19)  # no usual schema: from here on others come first
+            if not select.select([read_end], [], [], seconds)[0]:
+                os.kill(pid, signal.SIGKILL)
+                return f"so_args.schema is too complex: it was not compiled within {seconds:g} s"
+        with os.fdopen(os.dup(read_end)) as pipe:
+            answer = pipe.read()
+        return json.loads(answer) if answer else "so_args.schema is too complex: compiling it takes too much memory"
+    finally:
+        os.close(read_end)
+        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":
