@@ -20,8 +20,6 @@ from deepinfer.kernels.tile_kernels.hyper_connection import mix_few
 MAX_HC = 8
 PROGRAMS = 528  # of the second kernel: four a multiprocessor
 MAX_PARTS = 128  # shares of a token
-MANY_TOKENS = 2048  # that fill the card in tiles of TILE_TOKENS, which read the streams once
-TILE_TOKENS, TILE_DEPTH = 32, 64
 
 
 @triton.jit
@@ -76,54 +74,6 @@ def _add_product(value, weights, total):
     else:
         total = tl.dot(value, weights, total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def _four(pointers, inside):
-    return (
-        tl.load(pointers, mask=inside, other=0.0), tl.load(pointers + 1, mask=inside, other=0.0),
-        tl.load(pointers + 2, mask=inside, other=0.0), tl.load(pointers + 3, mask=inside, other=0.0),
-    )  # fmt: skip
-
-
-@triton.jit
-def _mix_tile(
-    h, y, post, comb, p_prev, fn, after, mixed, shares, n,
-    dim: tl.constexpr, MIXES: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """`_post_mix` and `_products` of TOKENS tokens with four streams, read once. dim is a multiple of DEPTH."""
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    alive = token < n
-    posts, weights = _four(post + token * 4, alive), _four(p_prev + token * 4, alive)
-    c0, c1 = _four(comb + token * 16, alive), _four(comb + token * 16 + 4, alive)
-    c2, c3 = _four(comb + token * 16 + 8, alive), _four(comb + token * 16 + 12, alive)
-    mix = tl.arange(0, PADDED)
-    total = tl.zeros((TOKENS, PADDED), tl.float32)
-    squares = tl.zeros((TOKENS,), tl.float32)
-    inside = alive[:, None]
-    for start in range(0, dim, DEPTH):
-        at = start + tl.arange(0, DEPTH)
-        source = h + token[:, None] * (4 * dim) + at[None, :]
-        output = tl.load(y + token[:, None] * dim + at[None, :], mask=inside, other=0.0).to(tl.float32)
-        h0 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        h1 = tl.load(source + dim, mask=inside, other=0.0).to(tl.float32)
-        h2 = tl.load(source + 2 * dim, mask=inside, other=0.0).to(tl.float32)
-        h3 = tl.load(source + 3 * dim, mask=inside, other=0.0).to(tl.float32)
-        mixture = tl.zeros((TOKENS, DEPTH), tl.float32)
-        for j in tl.static_range(4):
-            value = posts[j][:, None] * output + c0[j][:, None] * h0 + c1[j][:, None] * h1
-            value = (value + c2[j][:, None] * h2 + c3[j][:, None] * h3).to(h.dtype.element_ty)
-            tl.store(after + token[:, None] * (4 * dim) + j * dim + at[None, :], value, mask=inside)
-            factor = tl.load(
-                fn + mix[None, :] * (4 * dim) + j * dim + at[:, None], mask=(mix < MIXES)[None, :], other=0.0
-            )
-            total = _add_product(value, factor, total)
-            wide = value.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            mixture += weights[j][:, None] * wide
-        tl.store(mixed + token[:, None] * dim + at[None, :], mixture.to(mixed.dtype.element_ty), mask=inside)
-    total = tl.where(mix[None, :] == MIXES, squares[:, None], total)
-    tl.store(shares + token[:, None] * PADDED + mix[None, :], total, mask=inside)
 
 
 @triton.jit
@@ -244,12 +194,11 @@ def _enter(h, y, post, comb, p_prev, fn, scale, base, norm_weight, sinkhorn_iter
         return few
     mixes = hc * (2 + hc)
     padded = max(triton.next_power_of_2(mixes + 1), 16)
-    in_tiles = mix is not None and hc == 4 and n >= MANY_TOKENS and dim % TILE_DEPTH == 0
     # Few tokens: split the columns over many programs. Many tokens: they fill the device by themselves.
     tokens, depth = (16, 128) if n <= 512 or h.dtype is torch.float32 else (64, 64)
     token_blocks, blocks = triton.cdiv(n, tokens), triton.cdiv(hc * dim, depth)
     steps = triton.cdiv(blocks, min(blocks, triton.cdiv(PROGRAMS, max(token_blocks, 1)), MAX_PARTS))
-    parts = 1 if in_tiles else triton.cdiv(blocks, steps)
+    parts = triton.cdiv(blocks, steps)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=h.device)
@@ -257,21 +206,14 @@ def _enter(h, y, post, comb, p_prev, fn, scale, base, norm_weight, sinkhorn_iter
     shares, mixed, after = new(parts, n, padded), new(n, dim, dtype=h.dtype), h
     if y is not None:
         y, post, comb, after = y.contiguous(), post.contiguous(), comb.contiguous(), torch.empty_like(h)
-    if in_tiles:
-        tile = TILE_TOKENS if h.dtype is torch.bfloat16 else 16
-        _mix_tile[(triton.cdiv(n, tile),)](
-            h, y, post, comb, p_prev, fn, after, mixed, shares, n, dim,
-            MIXES=mixes, PADDED=padded, TOKENS=tile, DEPTH=TILE_DEPTH, num_warps=4, num_stages=3,
-        )  # fmt: skip
-    else:
-        block = min(triton.next_power_of_2(dim), 1024)
-        _post_mix[(n, triton.cdiv(dim, block))](
-            h, y, post, comb, p_prev, after, mixed, dim, POST=y is not None, MIX_IN=True, HC=hc, BLOCK=block
-        )
-        _products[(token_blocks, parts)](
-            after, fn, shares, n, steps, hc * dim,
-            MIXES=mixes, PADDED=padded, TOKENS=tokens, DEPTH=depth, num_stages=1 if h.dtype is torch.float32 else 3,
-        )  # fmt: skip
+    block = min(triton.next_power_of_2(dim), 1024)
+    _post_mix[(n, triton.cdiv(dim, block))](
+        h, y, post, comb, p_prev, after, mixed, dim, POST=y is not None, MIX_IN=True, HC=hc, BLOCK=block
+    )
+    _products[(token_blocks, parts)](
+        after, fn, shares, n, steps, hc * dim,
+        MIXES=mixes, PADDED=padded, TOKENS=tokens, DEPTH=depth, num_stages=1 if h.dtype is torch.float32 else 3,
+    )  # fmt: skip
     x = new(n, dim, dtype=h.dtype)
     new_pre, new_post, new_comb = new(n, hc), new(n, hc), new(n, hc, hc)
     block = triton.next_power_of_2(dim)
