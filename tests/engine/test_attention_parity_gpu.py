@@ -104,7 +104,7 @@ def test_the_engine_gives_the_reference_s_tokens(kv_cache_dtype: str, monkeypatc
     monkeypatch.setattr(flash_mla, "launch", counted)
     options = {"kv_cache_dtype": kv_cache_dtype, "zero_overhead_scheduling": False}
     ours = run(new_runner("cuda", **options), lambda step, logits: logits)
-    assert len(launches) > 100  # eight layers of each prefill step at least, and what graphs are captured from
+    assert len(launches) >= 4 * 8  # eight layers: of a prefill step, and of the three decode steps that are captured
     torch.cuda.empty_cache()
 
     monkeypatch.delitem(ops.sparse_attention.backends, "cuda")

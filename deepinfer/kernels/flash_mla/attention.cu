@@ -90,14 +90,6 @@ DEVICE void meet(int first) {
     named_sync(first + GROUP_ID, 256);
 }
 
-// Wait for what the other group hands over. (The second barrier orders nothing: compute-sanitizer's racecheck misses the
-// order of the first for reads right behind it.)
-template <int GROUP_ID>
-DEVICE void receive(int barrier) {
-    named_sync(barrier, 256);
-    named_sync(RESCALE_0 + GROUP_ID, 128);
-}
-
 DEVICE void arrive_warp(u32 barrier, int lane) {  // 8 or 4 arrivals, one a warp
     __syncwarp();
     if (lane == 0) barrier_arrive(barrier);
@@ -414,7 +406,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 rescale<GROUP_ID>(o, factor);
                 add_values(o, words, values_0);
 
-                receive<GROUP_ID>(PROBABILITIES_0 + 1);
+                named_sync(PROBABILITIES_0 + 1, 256);
                 wgmma_wait<0>();
                 fence_registers(o);
                 barrier_arrive(barriers.free(0, 0));
@@ -443,7 +435,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
         } else {
             for (int pair = 0; pair < pairs; pair++) {
                 score_tile<1>(s, query, my_keys, barriers, parity);
-                receive<GROUP_ID>(PROBABILITIES_0);  // tile 0's values while our scores are on their way
+                named_sync(PROBABILITIES_0, 256);  // tile 0's values while our scores are on their way
                 follow_maximum(softmax, shared_maximum, factor);
                 rescale<GROUP_ID>(o, factor);
                 get_words(other, words);
