@@ -42,9 +42,9 @@ from deepinfer.speculation.drafter import Drafter, Round
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.structured.matcher import Matcher
 
-PAUSE_AFTER = 2  # decode steps in a row in which there were drafts and none paid: then none are made
-PAUSE_STEPS = 128  # for so many steps, or until the batch is this share of what it was
-PAUSE_ENDS = 0.75
+PAUSE_AFTER = 4  # decode steps in a row in which there were drafts and none paid: then none are made
+FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # for so many steps, twice as many each time, until drafts have paid again
+PAUSE_ENDS = 0.75  # or until the batch is this share of what it was
 
 
 @dataclass(slots=True)
@@ -148,6 +148,7 @@ class Speculation:
         self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
         self._declined = 0  # decode steps in a row whose drafts did not pay, and of the pause after them
         self._draft_probabilities: Tensor | None = None  # float32 [slots, K, V] that the latest drafts were drawn from
+        self._pause = FIRST_PAUSE
         self._paused_batch = 0  # sequences that decoded when it began
 
     @property
@@ -171,11 +172,13 @@ class Speculation:
             chances, np.array(room), self.step_ms, self.draft_ms[len(sequences)], self.drafter.draws
         )
         if lengths.any() or (self.is_paused and len(sequences) < PAUSE_ENDS * self._paused_batch):
-            self._declined = 0
+            self._declined, self._pause = 0, FIRST_PAUSE
         elif self.is_paused or chances.any():
-            self._declined = (self._declined + 1) % (PAUSE_AFTER + PAUSE_STEPS)
+            self._declined += 1
             if self._declined == PAUSE_AFTER:
                 self._paused_batch = len(sequences)
+            elif self._declined >= PAUSE_AFTER + self._pause:
+                self._declined, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
         return lengths.tolist()
 
     def before_decode(self, batch: ScheduledBatch) -> None:
