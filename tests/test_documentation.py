@@ -41,7 +41,7 @@ def test_the_table_of_commands_is_complete() -> None:
 
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     listed = set(re.findall(r"^\| `deepinfer ([\w-]+)", README, re.MULTILINE))
-    assert listed == names | {"bench", "kernels", "recipe"}
+    assert listed == names | {"bench", "deepspec", "kernels", "recipe"}
 
 
 def test_the_table_of_routes_is_complete() -> None:
