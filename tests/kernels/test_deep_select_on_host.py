@@ -126,7 +126,7 @@ def test_gate(compiled):
 
 
 @pytest.mark.parametrize(
-    ("n", "dim", "cluster", "tokens"), [(1, 384, 8, 1), (3, 384, 8, 2), (5, 64, 8, 4), (2, 2048, 16, 1)]
+    ("n", "dim", "cluster", "tokens"), [(1, 384, 8, 1), (3, 384, 8, 2), (5, 64, 8, 4), (2, 2048, 8, 1)]
 )
 @pytest.mark.parametrize("after_sub_layer", [True, False])
 def test_hyper_connection(compiled, n: int, dim: int, cluster: int, tokens: int, after_sub_layer: bool):

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_jit import Build, CompileError, Kernel, driver
+from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
 from deepinfer.kernels.deep_select.top_k import is_hopper
 
 logger = logging.getLogger(__name__)
 
 HC, SUMS, THREADS = 4, 26, 256
 MOST_TOKENS = 64  # more are faster in three kernels that use the tensor cores
-_NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+CLUSTER = 8  # the largest that every card takes
 
 
 class _Params(ctypes.Structure):
@@ -35,11 +35,8 @@ class _Params(ctypes.Structure):
 
 
 def cluster_of(dim: int) -> int | None:
-    """Blocks that share a token's columns, each a multiple of 4 of them; None if none do."""
-    for cluster in (16, 8) if dim >= 2048 else (8,):
-        if dim % (4 * cluster) == 0:
-            return cluster
-    return None
+    """Blocks that share a token's columns, each a multiple of 4 of them; None if they cannot."""
+    return CLUSTER if dim % (4 * CLUSTER) == 0 else None
 
 
 def tokens_of_a_cluster(n: int) -> int:
@@ -54,7 +51,7 @@ def build(dim: int, cluster: int, tokens: int) -> Build:
 
 def builds() -> list[Build]:
     """What the engine launches for V4.1-Flash: for `deepinfer kernels warmup`."""
-    return [build(5120, 16, tokens) for tokens in (1, 2, 4)]
+    return [build(5120, CLUSTER, tokens) for tokens in (1, 2, 4)]
 
 
 def shared_bytes(dim: int, cluster: int, tokens: int) -> int:
@@ -69,12 +66,10 @@ def _kernels(dim: int, cluster: int, device: int) -> dict[int, Kernel]:
     for tokens in (1, 2, 4):
         kernel = Kernel(build(dim, cluster, tokens), shared_bytes(dim, cluster, tokens))
         try:
-            function = kernel.load()
+            kernel.load()
         except CompileError as error:
             logger.warning("mHC runs in Triton: %s", error)
             return {}
-        if cluster > 8:
-            driver.call("cuFuncSetAttribute", function, _NON_PORTABLE_CLUSTERS, 1)
         kernels[tokens] = kernel
     return kernels
 
