@@ -202,6 +202,7 @@ class ModelRunner:
                 "captured": graphs.is_captured,
                 "timed": graphs.is_timed,
                 "num_drafts": self.num_drafts,
+                "draft_head": self.draft_head is not None,  # a step then stores its context rows, too
             }
             sizes = (context_len, self.config.block_size, self.num_blocks, self.vocab_size)
             quick = not graphs.is_captured  # such a step may take long

@@ -220,8 +220,9 @@ class Speculation:
         tokens, accepted = ops.verify_tokens(
             sampled.token_ids, state.tokens, state.lengths, slots, firsts, per_sequence
         )
-        # A sequence that has ended may have come further on the device than what the host kept of it.
-        longest = int((known + counts).max()) + 1 + self.drafter.num_drafts
+        # A sequence that has failed or ended may have come further on the device than what the host kept of it: by all
+        # that the step before could bring, drafts and one.
+        longest = int((known + counts).max()) + 2 + self.drafter.num_drafts
         drawing = None
         if self.drafter.draws and not self.is_paused:
             packed = pack_parameters(sequences, step.logits.shape[1])

@@ -22,7 +22,7 @@ from deepinfer.speculation.slot_tokens import SlotTokens
 from tests.engine.test_engine_workloads import EOS, Expected, assert_idle, check_output, record
 from tests.engine.test_overlap import Arrival, arrivals
 from tests.engine.test_scheduler_kinds import run_pair
-from tests.engine.toy_model import VOCAB_SIZE, ToyRunner, greedy_oracle
+from tests.engine.toy_model import VOCAB_SIZE, ToyRunner, full_logits, greedy_oracle
 
 BLOCK_SIZE = 4
 
@@ -220,6 +220,38 @@ def plain_drafts(engine: Engine, text: list[int]) -> list[int]:
     drafter = engine.speculation.drafter
     known = next(t[len(text) :] for t in drafter.texts if t[: len(text)] == text)
     return (known + [0] * drafter.num_drafts)[: drafter.num_drafts]
+
+
+def test_a_sequence_that_fails_disturbs_nobody() -> None:
+    """The step behind its last one, launched before the host knew, finds it within `Round.longest` all the same."""
+    bad_prompt, bad_length = [5, 9, 2] * 6, 24
+
+    class Clairvoyant(TellTale):
+        def _drafts(self, text: list[int]) -> list[int]:
+            foreseen = list(text)
+            for _ in range(self.num_drafts):  # where no token is possible, the first one is drawn
+                foreseen.append(0 if len(foreseen) == bad_length else int(full_logits(foreseen).argmax()))
+            return foreseen[len(text) :]
+
+    engine = make_engine(Setting(3, True, False, False, 40, 2, 32, 1.0, 0), [])
+    engine.speculation.drafter = Clairvoyant(3, 2, [], 1.0, 0)
+    forward = engine.runner.run
+
+    def run_badly(inputs: ModelInputs) -> torch.Tensor:
+        logits = forward(inputs)
+        logits[inputs.positions[inputs.logits_rows] == bad_length - 1] = -torch.inf
+        return logits
+
+    engine.runner.run = run_badly
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)  # the other one is never that long
+    engine.add_request("bad", bad_prompt, params)
+    engine.add_request("good", [4], params)
+    got: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        record(got, engine.step())
+    assert got["bad"].error == "the model returned logits that are not finite"
+    assert got["good"].outputs[0].token_ids == greedy_oracle([4], params, EOS, engine.max_model_len)[0]
+    assert_idle(engine)
 
 
 def test_the_device_never_learns_what_was_not_accepted() -> None:
