@@ -54,8 +54,9 @@ def lookup_drafts(
     matches = torch.empty(len(slots), dtype=torch.int64, device=history.device)
     if len(slots):
         _lookup[(len(slots),)](
-            history, slots.contiguous(), slot_lengths.contiguous(), drafts, matches, history.stride(0), longest, num_drafts,
-            min_match, MAX_MATCH=max_match, DRAFTS=triton.next_power_of_2(num_drafts), BLOCK=BLOCK, num_warps=8,
+            history, slots.contiguous(), slot_lengths.contiguous(), drafts, matches, history.stride(0), longest,
+            num_drafts, min_match, MAX_MATCH=max_match, DRAFTS=triton.next_power_of_2(num_drafts),
+            BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return drafts, matches
 
