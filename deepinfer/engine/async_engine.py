@@ -177,11 +177,11 @@ class AsyncEngine:
 
     def _add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: _Listener) -> None:
         try:
+            if request_id in self._listeners:  # the engine does not know those whose grammars are being compiled
+                raise ValueError(f"request_id {request_id!r} is already in use")
             if params.so_args is not None:
                 grammar = self._engine.compile(params.so_args)
                 if not grammar.done():
-                    if request_id in self._listeners:
-                        raise ValueError(f"request_id {request_id!r} is already in use")
                     self._listeners[request_id] = listener
                     enter = partial(self._enter_compiled, request_id, prompt_token_ids, params, listener)
                     self._compiling.add(request_id, prompt_token_ids, params, grammar, enter)

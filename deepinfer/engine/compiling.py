@@ -6,10 +6,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer.params import SamplingParams
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Waiting:
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    enter: Callable[[], None]
 
 
 class Compiling:
@@ -17,8 +25,8 @@ class Compiling:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._waiting: dict[str, tuple[list[int], SamplingParams, Callable[[], None]]] = {}
-        self._done: deque[str] = deque()
+        self._waiting: dict[str, _Waiting] = {}
+        self._done: deque[tuple[str, _Waiting]] = deque()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
@@ -32,25 +40,25 @@ class Compiling:
         enter: Callable[[], None],
     ) -> None:
         """`enter` will be called by `enter_done`, when the grammar is there or has failed."""
-        self._waiting[request_id] = (prompt_token_ids, params, enter)
+        waiting = self._waiting[request_id] = _Waiting(prompt_token_ids, params, enter)
 
         def done(_: Future[Any]) -> None:
-            self._done.append(request_id)
+            self._done.append((request_id, waiting))
             self._wake()
 
         grammar.add_done_callback(done)
 
     def enter_done(self) -> None:
         while self._done:
-            entry = self._waiting.pop(self._done.popleft(), None)
-            if entry is not None:  # else it was aborted
-                entry[2]()
+            request_id, waiting = self._done.popleft()
+            if self._waiting.get(request_id) is waiting:  # else it was aborted, and its id may have been used again
+                del self._waiting[request_id]
+                waiting.enter()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """The last output of a request that waits here; None if it does not."""
-        entry = self._waiting.pop(request_id, None)
-        if entry is None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
             return None
-        prompt_token_ids, params, _ = entry
-        outputs = [CompletionOutput(index, finish_reason="abort") for index in range(params.n)]
-        return RequestOutput(request_id, prompt_token_ids, outputs, True, RequestMetrics(time.monotonic()))
+        outputs = [CompletionOutput(index, finish_reason="abort") for index in range(waiting.params.n)]
+        return RequestOutput(request_id, waiting.prompt_token_ids, outputs, True, RequestMetrics(time.monotonic()))

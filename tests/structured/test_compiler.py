@@ -15,6 +15,7 @@ from deepinfer import SamplingParams
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.async_engine import AsyncEngine
 from deepinfer.engine.client import EngineClient
+from deepinfer.engine.compiling import Compiling
 from deepinfer.engine.loading import load_engine
 from deepinfer.structured import compiler as compiler_module
 from deepinfer.structured.compiler import GrammarCompiler
@@ -192,6 +193,47 @@ def test_a_request_waits_outside_of_the_engine_and_nobody_waits_for_it(tiny: Any
         asyncio.run(scenario())
     finally:
         running.close()
+
+
+def test_an_id_is_in_use_while_its_grammar_is_compiled(tiny: Any) -> None:
+    engine = load_engine(tiny, EngineConfig(max_num_seqs=4))
+    assert engine.grammars is not None
+    slow = SlowCompiler(engine.grammars)
+    engine.grammars = slow  # type: ignore[assignment]
+    running = AsyncEngine(engine)
+
+    async def scenario() -> None:
+        bound, free = SamplingParams(max_tokens=20, so_args=REGEX), SamplingParams(max_tokens=30, ignore_eos=True)
+        waiting = asyncio.create_task(tokens_of(running.generate("same", [5, 6], bound)))
+        await asyncio.sleep(0.1)
+        with pytest.raises(ValueError, match="already in use"):
+            await tokens_of(running.generate("same", [5, 6], free))
+        slow.go.set()
+        assert (await waiting)[1] == "stop"
+        assert (await tokens_of(running.generate("same", [5, 6], free)))[1] == "length"
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        running.close()
+
+
+def test_a_grammar_that_comes_too_late_lets_nobody_else_in() -> None:
+    """Its request was aborted, and another one has the id: that one waits for its own grammar."""
+    entered: list[int] = []
+    compiling = Compiling(lambda: None)
+    first: Future[Any] = Future()
+    second: Future[Any] = Future()
+    compiling.add("same", [1], SamplingParams(n=2), first, lambda: entered.append(1))
+    aborted = compiling.abort("same")
+    assert aborted is not None and [c.finish_reason for c in aborted.outputs] == ["abort", "abort"]
+    compiling.add("same", [1], SamplingParams(), second, lambda: entered.append(2))
+    first.set_result(None)
+    compiling.enter_done()
+    assert entered == [] and "same" in compiling
+    second.set_result(None)
+    compiling.enter_done()
+    assert entered == [2] and "same" not in compiling
 
 
 def test_an_engine_process_compiles_and_refuses(tiny: Any) -> None:
