@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
 
@@ -113,16 +114,11 @@ class AsyncEngine:
         return record_experts(self._engine.observer.stats.experts, command)
 
     async def pause(self, pause: bool) -> None:
-        """Make no step and keep what runs, or go on. Returns when no step is in progress."""
-        self._check_running()
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-        def set_paused() -> None:
-            self._is_paused = pause
-            loop.call_soon_threadsafe(done.set)
-
-        self._inbox.put(set_paused)
-        await done.wait()
+        """Make no step and keep what runs, or go on. Returns when no step is in progress. Raises EngineStoppedError."""
+        answer: Future[None] = Future()
+        self._inbox.put(partial(self._set_paused, pause, answer))
+        self._check_running()  # after the put, as in `submit`
+        await asyncio.wrap_future(answer)
 
     @property
     def device(self) -> str:
@@ -162,6 +158,9 @@ class AsyncEngine:
             command = self._inbox.get()
             if isinstance(command, partial) and command.func == self._add:
                 listeners.append(command.args[3])  # whatever its id: one that is in use has its own consumer
+            elif isinstance(command, partial) and command.func == self._set_paused:
+                if command.args[1].set_running_or_notify_cancel():
+                    command.args[1].set_exception(EngineStoppedError(reason))
         for listener in listeners:
             self._call_in_loop(listener, _deliver_all, [(listener, EngineStoppedError(reason))])
         self._engine.observer.close()
@@ -174,6 +173,11 @@ class AsyncEngine:
                 return False
             command()
         return True
+
+    def _set_paused(self, pause: bool, answer: Future[None]) -> None:
+        self._is_paused = pause
+        if answer.set_running_or_notify_cancel():
+            answer.set_result(None)
 
     def _add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: _Listener) -> None:
         try:

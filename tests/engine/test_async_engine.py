@@ -189,10 +189,13 @@ def test_requests_queued_behind_a_close_are_released_also_under_one_id() -> None
         while engine._inbox.empty():
             await asyncio.sleep(0.001)
         late = [asyncio.create_task(collect(engine.generate(i, [1], ENDLESS))) for i in ("same", "same", "other")]
+        pausing, given_up = (asyncio.create_task(engine.pause(True)) for _ in range(2))
+        await asyncio.sleep(0.01)
+        given_up.cancel()
         await asyncio.sleep(0.01)
         runner.gate.set()
-        results = await asyncio.gather(first, *late, return_exceptions=True)
-        assert [type(result) for result in results] == [EngineStoppedError] * 4
+        results = await asyncio.gather(first, *late, pausing, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineStoppedError] * 5
         await closing
 
     with_engine(test, Engine(runner, EngineConfig(block_size=4, num_blocks=200, max_num_seqs=4), EOS))
