@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from deepinfer.commands import options
+from deepinfer.commands.parsing import OptionCommand
 
 if TYPE_CHECKING:
     from deepinfer.outputs import TokenLogprob
@@ -25,6 +26,7 @@ HELP = "/reset forgets the conversation, /exit leaves (so does Ctrl-D), Ctrl-C s
 
 def register(app: typer.Typer) -> None:
     app.command(
+        cls=OptionCommand,
         epilog=options.examples(
             "deepinfer chat",
             "deepinfer chat --quick 'hi' --stats",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer.commands import options
+from deepinfer.commands.parsing import OptionCommand
 
 if TYPE_CHECKING:
     from deepinfer.outputs import TokenLogprob
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     app.command(
+        cls=OptionCommand,
         epilog=options.examples(
             "deepinfer generate 'Once upon a time'",
             "echo 'The lighthouse' | deepinfer generate - -t 0 --max-tokens 50",
@@ -28,7 +30,9 @@ def register(app: typer.Typer) -> None:
         ),
     )(generate)
     help_text = "The same as `generate`, under vLLM's name."
-    app.command("complete", help=help_text, epilog=options.examples("deepinfer complete 'Once upon a time'"))(generate)
+    app.command(
+        "complete", cls=OptionCommand, help=help_text, epilog=options.examples("deepinfer complete 'Once upon a time'")
+    )(generate)
 
 
 @options.takes(

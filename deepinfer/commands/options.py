@@ -113,9 +113,17 @@ Speculative = Annotated[
     str | None,
     _engine(
         'Speculative decoding, as JSON: {"method": "ngram"} or "dspark", "num_speculative_tokens", ... '
-        "(docs/speculation.md).",
+        "(docs/speculation.md); or key by key: --speculative-config.method ngram.",
         "--speculative-config",
     ),
+]
+_SGLANG_ONLY = "SGLang's spelling of a key of --speculative-config"
+SpeculativeAlgorithm = Annotated[str | None, typer.Option(hidden=True, help=f"{_SGLANG_ONLY}: DSPARK or NGRAM.")]
+SpeculativeNumDraftTokens = Annotated[
+    int | None, typer.Option(hidden=True, help=f"{_SGLANG_ONLY}: the rows that are verified, drafts and one.")
+]
+SpeculativeBlockSize = Annotated[
+    int | None, typer.Option("--speculative-dspark-block-size", hidden=True, help=f"{_SGLANG_ONLY}: drafts a round.")
 ]
 
 Group = dict[str, tuple[Any, Any]]  # option -> (type, default)
@@ -144,6 +152,7 @@ ENGINE: Group = {
     "device": (Device, None),
     "cache_memory": (CacheMemory, None),
     "gpu_memory_utilization": (GpuMemoryUtilization, None),
+    "speculative_config": (Speculative, None),
 }
 
 
@@ -243,6 +252,37 @@ def parse_numbers(text: str, field: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise ValueError(f"{field} must be integers separated by commas, got {text!r}") from None
+
+
+def sglang_speculation(
+    speculative_config: str | None, algorithm: str | None, num_draft_tokens: int | None, block_size: int | None
+) -> str | None:
+    """The --speculative-config that SGLang's options mean, where they are given.  Raises ValueError naming the option.
+
+    There, --speculative-num-draft-tokens counts the row of the latest token as well.
+    """
+    if algorithm is None:
+        if num_draft_tokens is not None or block_size is not None:
+            raise ValueError("--speculative-algorithm must be given with the options of it: DSPARK or NGRAM")
+        return speculative_config
+    if speculative_config is not None:
+        raise ValueError("--speculative-algorithm and --speculative-config cannot both be given")
+    if algorithm.upper() not in ("DSPARK", "NGRAM"):
+        raise ValueError(f"--speculative-algorithm must be DSPARK or NGRAM, got {algorithm!r}")
+    if block_size is not None and algorithm.upper() != "DSPARK":
+        raise ValueError("--speculative-dspark-block-size is of --speculative-algorithm DSPARK alone")
+    config: dict[str, Any] = {"method": algorithm.lower()}
+    if num_draft_tokens is not None and num_draft_tokens < 2:
+        raise ValueError(f"--speculative-num-draft-tokens must be at least 2, got {num_draft_tokens}")
+    counts = {count for count in (block_size, num_draft_tokens and num_draft_tokens - 1) if count is not None}
+    if len(counts) > 1:
+        raise ValueError(
+            f"--speculative-num-draft-tokens must be --speculative-dspark-block-size + 1, got {num_draft_tokens} "
+            f"and {block_size}"
+        )
+    if counts:
+        config["num_speculative_tokens"] = counts.pop()
+    return json.dumps(config)
 
 
 def make_engine_config(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer.commands import options
+from deepinfer.commands.parsing import OptionCommand
 
 if TYPE_CHECKING:
     import httpx
@@ -25,9 +26,11 @@ AHEAD = 2  # requests under way for each sequence that the engine runs at once
 
 
 def register(app: typer.Typer) -> None:
-    app.command("run-batch", epilog=options.examples("deepinfer run-batch -i requests.jsonl -o answers.jsonl"))(
-        run_batch
-    )
+    app.command(
+        "run-batch",
+        cls=OptionCommand,
+        epilog=options.examples("deepinfer run-batch -i requests.jsonl -o answers.jsonl"),
+    )(run_batch)
 
 
 @options.takes(engine=options.ENGINE | {"max_num_seqs": (options.MaxNumSeqs, None)})

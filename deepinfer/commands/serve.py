@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from deepinfer.commands import options
+from deepinfer.commands.parsing import JSON_OPTIONS, OptionCommand
 from deepinfer.commands.units import parse_bytes
 from deepinfer.observability.log_format import FORMATS
 
@@ -19,10 +20,12 @@ ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 def register(app: typer.Typer) -> None:
     app.command(
+        cls=OptionCommand,
         epilog=options.examples(
             "deepinfer serve",
             "deepinfer serve --model nano --port 8000 --api-key secret --max-model-len 2K",
             "deepinfer serve --config examples/server.yaml",
+            "deepinfer serve --help=log      # the options that have this in name or text; --help=all: every option",
         ),
     )(serve)
 
@@ -46,6 +49,8 @@ def check_value(path: Path, name: str, value: Any, parameter: Any, context: type
     if parameter.multiple and not isinstance(value, list):
         value = [value]
     key = f"--config {path}: {name.replace('_', '-')}"
+    if name in JSON_OPTIONS and isinstance(value, dict):
+        value = json.dumps(value, default=str)
     if not parameter.multiple and isinstance(value, list | dict):
         raise ValueError(f"{key} must be one value, got {value!r}")
     if parameter.multiple and not all(isinstance(item, str) for item in value):
@@ -222,6 +227,10 @@ def serve(
     preemption_mode: options.PreemptionMode = None,
     swap_memory: options.SwapMemory = None,
     prefill_step_ms: options.PrefillStepMs = None,
+    speculative_config: options.Speculative = None,
+    speculative_algorithm: options.SpeculativeAlgorithm = None,
+    speculative_num_draft_tokens: options.SpeculativeNumDraftTokens = None,
+    speculative_dspark_block_size: options.SpeculativeBlockSize = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's Chat Completions, Completions and Responses, Anthropic's Messages."""
     levels = ("critical", "error", "warning", "info", "debug")
@@ -260,6 +269,9 @@ def serve(
         preemption_mode=preemption_mode,
         swap_memory=swap_memory,
         prefill_step_ms=prefill_step_ms,
+        speculative_config=options.sglang_speculation(
+            speculative_config, speculative_algorithm, speculative_num_draft_tokens, speculative_dspark_block_size
+        ),
     )
     if disable_log_stats:
         os.environ["DEEPINFER_STATS_INTERVAL"] = "0"

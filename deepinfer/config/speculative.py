@@ -11,6 +11,7 @@ from deepinfer import envs
 from deepinfer.errors import shown
 
 METHODS = ("ngram", "dspark")
+REJECTION_SAMPLE_METHODS = ("standard",)  # vLLM's "block" and "synthetic" are not here
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 MAX_DRAFTS = 32
 DEFAULT_NGRAM_DRAFTS = 5
@@ -69,12 +70,17 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, value: Any) -> SpeculativeConfig | None:
-        """From None, a SpeculativeConfig or a mapping of its fields. Raises ValueError naming what is wrong."""
+        """From None, a SpeculativeConfig or a mapping of its fields. Raises ValueError naming what is wrong.
+
+        Two more keys of vLLM are taken: `enable_adaptive_verification`, which is `variable_length`, and
+        `rejection_sample_method`, which must be "standard".
+        """
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
             raise ValueError(f"speculative_config must be an object with at least a method, got {shown(value)}")
-        known = [each.name for each in fields(cls)]
+        value = dict(value)
+        known = [each.name for each in fields(cls)] + ["rejection_sample_method", "enable_adaptive_verification"]
         unknown = [str(name) for name in value if name not in known]
         if unknown:
             raise ValueError(
@@ -82,4 +88,16 @@ class SpeculativeConfig:
             )
         if "method" not in value:
             raise ValueError(f"speculative_config must name a method: {', '.join(METHODS)}")
+        rejection = value.pop("rejection_sample_method", None)
+        if rejection not in (None, *REJECTION_SAMPLE_METHODS):
+            allowed = ", ".join(REJECTION_SAMPLE_METHODS)
+            raise ValueError(
+                f"rejection_sample_method must be {allowed}, one draft after the other, got {shown(rejection)}"
+            )
+        adaptive = value.pop("enable_adaptive_verification", None)
+        if adaptive is not None:
+            if not isinstance(adaptive, bool):
+                raise ValueError(f"enable_adaptive_verification must be true or false, got {shown(adaptive)}")
+            if value.setdefault("variable_length", adaptive) != adaptive:
+                raise ValueError("enable_adaptive_verification and variable_length are the same and must not differ")
         return cls(**value)
