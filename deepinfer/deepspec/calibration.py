@@ -40,10 +40,9 @@ class Observations:
             whole = one.remaining >= one.accepted.shape[1]
             scores.append(one.scores[whole].double())
             survived.append(one.accepted[whole].long().cumprod(1).double())
-        observations = cls(torch.cat(scores), torch.cat(survived))
-        if not len(observations.scores):
+        if not sum(map(len, scores)):
             raise ValueError("answers: none is long enough for a whole block")
-        return observations
+        return cls(torch.cat(scores), torch.cat(survived))
 
 
 def survival(scores: Tensor, temperatures: list[float]) -> Tensor:

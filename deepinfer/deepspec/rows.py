@@ -68,7 +68,7 @@ def cache_bytes(num_rows: int, length: int, shape: Shape) -> int:
 def write_cache(
     folder: Path, rows: Rows, target: Target, rows_a_shard: int, advance: Callable[[int], None] = lambda count: None
 ) -> list[Path]:
-    """Compute and store the hidden states of all rows; shards that are there and whole are kept.
+    """Compute and store the hidden states of all rows; shards that are there and whole are kept, those of others go.
 
     Raises:
         ValueError: the disk has too little room.
@@ -77,6 +77,8 @@ def write_cache(
     device = target.embed.device
     starts = range(0, len(rows), rows_a_shard)
     paths = [folder / f"shard-{i:05d}-of-{len(starts):05d}.safetensors" for i in range(len(starts))]
+    for stale in set(folder.glob("shard-*.safetensors")) - set(paths):  # of another number: nobody would know whose
+        stale.unlink()
     missing = [(path, start) for path, start in zip(paths, starts, strict=True) if not _is_whole(path, rows, start)]
     advance(len(paths) - len(missing))
     needed = cache_bytes(len(missing) * rows_a_shard, rows.counted.shape[1], target.shape)

@@ -75,8 +75,14 @@ def average_gradients(parameters: list[nn.Parameter], ranks: int) -> None:
 def pick_anchors(
     counted: Tensor, num_anchors: int, block_size: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """int64 [R, A] random positions, those first whose first draft counts. counted [R, T]: target of each position."""
+    """int64 [R, A] random positions, those first whose first draft counts. counted [R, T]: target of each position.
+
+    Raises:
+        ValueError: no block fits into a row.
+    """
     last = counted.shape[1] - block_size
+    if last < 1:
+        raise ValueError(f"block_size: {block_size}, allowed: at most {counted.shape[1] - 1} (length - 1)")
     order = torch.rand(counted.shape[0], last, device=counted.device, generator=generator)
     return (order + counted[:, 1 : last + 1]).topk(min(num_anchors, last), dim=-1).indices
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -174,6 +176,10 @@ def test_observations_are_whole_blocks_and_need_scores():
     assert seen.survived.all()
     with pytest.raises(ValueError, match="confidence head"):
         Observations.of([judge(target, chain_draft(target.head), answer, LENGTH, SIZE)])
+    short = replace(judged, remaining=judged.remaining.clamp_max(SIZE - 1))
+    for none in ([], [short]):
+        with pytest.raises(ValueError, match="none is long enough"):
+            Observations.of(none)
 
 
 def test_plot(tmp_path):

@@ -15,7 +15,7 @@ from deepinfer.deepspec.answers import Sampling, read_answers, write_answers
 from deepinfer.deepspec.drafts import ALGORITHMS, DraftConfig, build_draft
 from deepinfer.deepspec.rows import cache_bytes, cached_batches, computed_batches, rows_of, write_cache
 from deepinfer.deepspec.targets import Shape
-from deepinfer.deepspec.train import TrainingOptions, load_draft, save_draft, train
+from deepinfer.deepspec.train import TrainingOptions, load_draft, pick_anchors, save_draft, train
 
 VOCAB, DIM, LENGTH = 12, 16, 20
 
@@ -77,6 +77,14 @@ def test_cache_has_its_estimated_size_and_goes_on(tmp_path):
     other = rows_of(counting_answers(11)[1:], LENGTH)
     write_cache(tmp_path, other, target, 4)
     assert target.calls == before + 4  # other rows: nothing of the old cache is theirs
+    paths = write_cache(tmp_path, other, target, 5)
+    assert sorted(tmp_path.iterdir()) == paths and len(paths) == 2  # `train` takes all that are there
+
+
+def test_a_block_longer_than_a_row_is_refused():
+    assert pick_anchors(torch.ones(2, 6), 4, 5).tolist() == [[0], [0]]
+    with pytest.raises(ValueError, match="block_size: 6, allowed: at most 5"):
+        pick_anchors(torch.ones(2, 6), 4, 6)
 
 
 def test_processes_share_an_epoch(tmp_path):
