@@ -9,10 +9,10 @@ from enum import Enum, auto
 from json.encoder import encode_basestring
 
 from deepinfer.recipe.events import Event, ToolCallArguments, ToolCallStart
+from deepinfer.recipe.json_value import CLOSING_MARK, JsonValue
 from deepinfer.recipe.matching import Delimiters, HoldBack, Piece
 
 OPENING_MARK = "<｜DSML｜"
-CLOSING_MARK = "</｜DSML｜"
 _VALUE_END = Delimiters((CLOSING_MARK,))
 
 
@@ -40,7 +40,8 @@ class DsmlParser:
         self._at = _At.BLOCK
         self._read = ""  # of the current tag, name or half-read mark
         self._parameters = 0
-        self._value = HoldBack(_VALUE_END)
+        self._value = HoldBack(_VALUE_END)  # a string
+        self._json = JsonValue()
         self._events: list[Event] = []
 
     def push(self, text: str) -> list[Event]:
@@ -49,7 +50,8 @@ class DsmlParser:
         position = 0
         while position < len(text):
             if self._at in (_At.STRING, _At.JSON):
-                text, position = self._read_value(text[position:]), 0
+                read = self._read_string if self._at is _At.STRING else self._read_json
+                text, position = read(text[position:]), 0
                 continue
             char = text[position]
             position += 1
@@ -67,7 +69,10 @@ class DsmlParser:
     def finish(self) -> list[Event]:
         """End of the output: a call that was cut off stays cut off, with every character that was written."""
         for piece in self._value.rest():
-            self._argument(self._escape(piece.text))
+            self._argument(_escape_string(piece.text))
+        rest = self._json.rest()
+        if rest:
+            self._argument(rest)
         return self._take_events()
 
     def _step(self, char: str) -> None:
@@ -142,18 +147,27 @@ class DsmlParser:
         if not is_json:
             self._argument('"')
 
-    def _read_value(self, text: str) -> str:
-        """Let the value through up to its closing mark; returns the text after it."""
+    def _read_string(self, text: str) -> str:
+        """Let the string through up to its closing mark; returns the text after it."""
         self._value.add(Piece(text))
         pieces, end = self._value.next()
         for piece in pieces:
-            self._argument(self._escape(piece.text))
+            self._argument(_escape_string(piece.text))
         if end is None:
             return ""
-        if self._at is _At.STRING:
-            self._argument('"')
+        self._argument('"')
         self._go(_At.CALL)
         return "".join(piece.text for piece in self._value.rest())
+
+    def _read_json(self, text: str) -> str:
+        value, behind = self._json.push(text)
+        if value:
+            self._argument(value)
+        if behind is None:
+            return ""
+        self._json = JsonValue()
+        self._go(_At.CALL)
+        return behind
 
     def _start_call(self, name: str) -> None:
         self._events.append(ToolCallStart(self.calls, self._new_id(self.calls), name))
@@ -167,9 +181,6 @@ class DsmlParser:
 
     def _go(self, at: _At) -> None:
         self._at, self._read = at, ""
-
-    def _escape(self, text: str) -> str:
-        return _escape_string(text) if self._at is _At.STRING else text
 
     def _argument(self, text: str) -> None:
         self._events.append(ToolCallArguments(self.calls - 1, text))

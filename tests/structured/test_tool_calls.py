@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from deepinfer.recipe import ConversionOptions, convert_chat_request
 from deepinfer.recipe.events import AnswerText, ReasoningText, ToolCallArguments, ToolCallStart
 from deepinfer.recipe.stream_parser import StreamParser
 from deepinfer.recipe.structure import answer_format, output_format
-from deepinfer.structured.matcher import Grammar
-from tests.structured.grammars import EOS, allowed, compiled, feed, tokenizer, walk
+from deepinfer.structured.matcher import Grammar, Matcher
+from tests.structured.grammars import EOS, allowed, compiled, feed, tokenizer, vocabulary, walk
 
 EVERYTHING: dict[str, Any] = {
     "type": "object",
@@ -66,8 +68,11 @@ class Case:
 
     def read(self, token_ids: list[int]) -> tuple[str, str, list[tuple[str, str]]]:
         """(reasoning, answer, calls with their arguments)."""
+        return self.read_text([tokenizer().decode(token_ids)])
+
+    def read_text(self, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
         parser = StreamParser(self.request.parsing)
-        events = parser.push(tokenizer().decode(token_ids)) + parser.finish("stop")
+        events = [event for piece in pieces for event in parser.push(piece)] + parser.finish("stop")
         names = [event.name for event in events if isinstance(event, ToolCallStart)]
         arguments = [""] * len(names)
         for event in events:
@@ -161,6 +166,93 @@ def test_no_call_is_spelled_in_text_and_none_opened_in_reasoning() -> None:
     assert feed(matcher, [think_end]) and not feed(matcher, tokenizer().encode_text("<｜DSML｜ calls>"))
     bad = written("</think>" + CALL.format("x").replace('name="a" string', 'name="b" string'))
     assert not feed(case.grammar.matcher(), bad)
+
+
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "list": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 3},
+        "map": {"type": "object", "additionalProperties": {"type": "string"}, "minProperties": 1, "maxProperties": 2},
+        "one": {"enum": ["</｜DSML｜ parameter>", "a\\"]},
+        "free": {},
+    },
+    "required": ["list", "map", "one", "free"],
+    "additionalProperties": False,
+}
+MARKS = [
+    f"{slash}｜DSML｜{space}{tag}"
+    for slash in ("</", "<")
+    for space in ("", " ")
+    for tag in ("", "parameter>", "invoke>")
+]
+
+
+def spelling_walk(grammar: Grammar, seed: int) -> list[int] | None:
+    """A random output with marks in ordinary text wherever the grammar lets one in."""
+    rng, matcher, out = random.Random(seed), grammar.matcher(), []
+    closing = [
+        EOS,
+        tokenizer().control_id("dsml"),
+        *(tokenizer().encode_text(t)[0] for t in ("</", "<", '"', "}", "]")),
+    ]
+    for _ in range(300):
+        choices = allowed(matcher)
+        wanted = [token_id for token_id in closing if token_id in choices]
+        mark = tokenizer().encode_text(rng.choice(['\\"', "\\\\", "", ""]) + rng.choice(MARKS))
+        if rng.random() < 0.5 and takes(matcher, mark):
+            step = mark
+        elif wanted and rng.random() < 0.7:
+            step = [rng.choice(wanted[:3])]
+        else:
+            step = [rng.choice(sorted(choices))]
+        if step == [EOS]:
+            return out
+        for token_id in step:
+            matcher.accept(token_id)
+        out += step
+        assert matcher.failed is None
+    return None
+
+
+def takes(matcher: Matcher, token_ids: list[int]) -> bool:
+    """Whether all of them may come now; nothing has changed."""
+    rows = np.zeros((1 + len(token_ids), vocabulary().num_words), np.int32)
+    matcher.fill_masks(token_ids, rows)
+    return all(row[token_id >> 5] >> (token_id & 31) & 1 for token_id, row in zip(token_ids, rows, strict=False))
+
+
+@pytest.mark.parametrize("version", ["v4.1", "v4"])
+def test_marks_within_json_strings_are_text_at_every_chunking(version: str) -> None:
+    """A grammar lets a JSON string hold what closes a parameter, spelled in ordinary tokens: it closes nothing."""
+    case = Case(version=version, tools=[tool("a", NESTED)], tool_choice="required")
+    assert case.grammar is not None
+    rng = random.Random(7)
+    num_outputs = num_marks = 0
+    for seed in range(20):
+        token_ids = spelling_walk(case.grammar, seed)
+        if token_ids is None:
+            continue
+        text = tokenizer().decode(token_ids)
+        whole = case.read_text([text])
+        case.check(whole[2])
+        num_outputs += 1
+        num_marks += sum(arguments.count("</｜DSML｜") for _, arguments in whole[2])
+        assert case.read_text(list(text)) == whole
+        for cut in range(1, len(text)) if len(text) < 600 else rng.sample(range(1, len(text)), 60):
+            assert case.read_text([text[:cut], text[cut:]]) == whole
+    assert num_outputs >= 10 and num_marks > 30
+
+
+def test_a_value_that_leaves_a_string_open_ends_with_its_tag() -> None:
+    """Nothing is enforced here: the model slips, and the next parameter is read all the same."""
+    case = Case(tools=[tool("a", CLOSED)])
+    for end in ("</｜DSML｜ parameter>\n", "</｜DSML｜parameter>\n"):
+        text = CALL.format("x").replace(
+            "</｜DSML｜ parameter>\n", end + '<｜DSML｜ parameter name="b" string="true">y' + end
+        )
+        text = "\n\n" + text.replace('"true">x', '"false">["5 inch')
+        for pieces in ([text], list(text)):
+            assert case.read_text(pieces)[2] == [("a", '{"a": ["5 inch, "b": "y"}')]
 
 
 def test_answers_with_a_format_and_tools() -> None:
