@@ -1,4 +1,4 @@
-"""What a step that is read means: for its sequences, for their requests, and for the statistics."""
+"""What a step means: for its sequences, for their requests, and for the statistics."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.model_inputs import decoder_start
 from deepinfer.engine.output_pool import NewOutputs
-from deepinfer.engine.scheduler import Scheduler
+from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
 from deepinfer.engine.sequence import Request, Sequence
 from deepinfer.engine.step import LaunchedStep, StepTokens
 from deepinfer.observability.flops import FlopsEstimator
 from deepinfer.observability.stats import StepStats
 from deepinfer.outputs import EngineStats, RequestOutput
+from deepinfer.structured.matcher import STRUCTURED_OUTPUT
 
 
 @dataclass(slots=True)
@@ -65,6 +66,24 @@ def collect(
     return news
 
 
+def record_scheduled(batch: ScheduledBatch) -> None:
+    """Note when prompts are first worked on."""
+    if not batch.is_prefill:
+        return
+    now = time.monotonic()
+    for seq in batch.sequences:
+        if seq.metrics.first_scheduled_time is None:
+            seq.metrics.first_scheduled_time = now
+
+
+def why_invalid(seq: Sequence) -> str:
+    """What to say of a sequence whose row had no finite largest logit."""
+    if seq.constraint is None:
+        return "the model returned logits that are not finite"
+    none_left = f"{STRUCTURED_OUTPUT}no token is left that the grammar and the other settings allow"
+    return seq.constraint.failed or none_left
+
+
 def step_stats(
     now: EngineStats,
     step: LaunchedStep,
@@ -91,5 +110,6 @@ def step_stats(
         drafts=sampled.num_rounds if speculates else None,
         draft_tokens=sampled.num_drafts if speculates else None,
         accepted_tokens=sampled.num_accepted if speculates else None,
+        accepted_at=sampled.accepted_at,
         expert_counts=expert_counts,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +51,7 @@ class StepTokens:
     num_rounds: int = 0  # sequences with drafts
     num_drafts: int = 0  # drafts verified
     num_accepted: int = 0  # of them accepted
+    accepted_at: list[int] = field(default_factory=list)  # of the first draft of all sequences, of the second, ...
 
 
 class Sampling(Protocol):

@@ -96,7 +96,7 @@ class LaunchedRound:
             return StepTokens([], [], [])
         accepted, *drafts = (tensor.tolist() for tensor in self.verified.read())
         new_drafts, scores = drafts if drafts else (None, None)
-        result = StepTokens([], [], [])
+        result = StepTokens([], [], [], accepted_at=[0] * self.drafter.num_drafts)
         invalid = set(sampled.invalid_rows)
         for i, (seq, first, count) in enumerate(zip(self.sequences, self.first_rows.tolist(), accepted, strict=True)):
             rows = slice(first, first + count + 1)
@@ -111,6 +111,8 @@ class LaunchedRound:
             result.num_drafts += num_verified
             result.num_rounds += num_verified > 0
             result.num_accepted += count
+            for position in range(count):
+                result.accepted_at[position] += 1
             if new_drafts is None or scores is None:
                 seq.next_drafts, seq.draft_scores = [], None
             else:

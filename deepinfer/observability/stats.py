@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,11 @@ STEP_TOKENS = "step_tokens"  # the total of all steps
 def step_bucket(bound: float) -> str:
     """Name of the total that counts steps of at most `bound` tokens, and more than the bound before."""
     return f"steps_up_to_{bound:g}"
+
+
+def accepted_at(position: int) -> str:
+    """Name of the total that counts accepted drafts that were the `position`-th of their round, from 0."""
+    return f"accepted_at_{position}"
 
 
 class SlidingSum:
@@ -72,6 +77,7 @@ class StepStats:
     drafts: int | None = None  # speculation rounds in this step
     accepted_tokens: int | None = None  # draft tokens accepted in them
     draft_tokens: int | None = None  # draft tokens verified in them
+    accepted_at: Sequence[int] = ()  # accepted tokens by their position in the round
     expert_counts: np.ndarray | None = None  # int [layers, experts], tokens of each expert in this step
 
 
@@ -90,6 +96,10 @@ class WindowStats:
     accepted_length: float | None  # tokens a round, the one that the target model adds included
     moe_balance: float | None  # tokens of the busiest expert over the mean, averaged over layers; 1 is perfect
     mfu: float | None  # FLOPs done over what the device could do
+    acceptance_rate: float | None = None  # of the draft tokens verified, 0 to 1
+    acceptance_rates: tuple[
+        float, ...
+    ] = ()  # of the rounds, those in which the first draft was accepted, the second, ...
 
 
 class StatsLogger:
@@ -119,6 +129,7 @@ class StatsLogger:
         self._find_peak = peak_flops
         self._peak: float | None = None
         self._sums: dict[str, SlidingSum] = {}
+        self._positions = 0  # drafts of a round
 
     def record(self, step: StepStats) -> bool:
         """Take in one step; True if a line was logged."""
@@ -140,6 +151,9 @@ class StatsLogger:
             self._add("drafts", step.drafts, now)
             self._add("accepted", step.accepted_tokens, now)
             self._add("draft_tokens", step.draft_tokens or 0, now)
+            for position, number in enumerate(step.accepted_at):
+                self._add(accepted_at(position), number, now)
+            self._positions = max(self._positions, len(step.accepted_at))
         if step.expert_counts is not None:
             self._add("moe_balance", moe_balance(step.expert_counts), now)
             self.experts.add(step.expert_counts)
@@ -172,6 +186,12 @@ class StatsLogger:
             accepted_length=None if accepted is None else 1 + accepted,
             moe_balance=_ratio(balance.sum(now), balance.count(now)) if balance else None,
             mfu=_ratio(self._sum("flops", now), possible),
+            acceptance_rate=_ratio(self._sum("accepted", now), self._sum("draft_tokens", now)),
+            acceptance_rates=tuple(
+                (self._sum(accepted_at(position), now) or 0.0) / drafts for position in range(self._positions)
+            )
+            if drafts
+            else (),
         )
 
     def peak_flops(self) -> float | None:
@@ -217,6 +237,8 @@ def line(stats: WindowStats) -> str:
         parts.append(f"prefix hits {stats.prefix_hit_rate:.1%}")
     if stats.accepted_length is not None:
         parts.append(f"accepted length {stats.accepted_length:.2f}")
+    if stats.acceptance_rates:
+        parts.append("accepted by position " + " ".join(f"{rate:.2f}" for rate in stats.acceptance_rates))
     if stats.moe_balance is not None:
         parts.append(f"MoE balance {stats.moe_balance:.2f}")
     if stats.mfu is not None:

@@ -18,7 +18,7 @@ _VLLM = (
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
     "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens",
     "cache_config_info", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
-    "spec_decode_num_accepted_tokens", "estimated_flops_per_gpu",
+    "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos", "estimated_flops_per_gpu",
 )  # fmt: skip
 _OLDER_VLLM = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
 _SGLANG = {
@@ -28,6 +28,8 @@ _SGLANG = {
     "kv_cache_num_tokens": "max_total_num_tokens",
     "kv_cache_used_tokens": "num_used_tokens",
     "avg_generation_throughput_toks_per_s": "gen_throughput",
+    "spec_decode_accepted_length": "spec_accept_length",
+    "spec_decode_acceptance_rate": "spec_accept_rate",
     "num_preemptions": "num_retracted_requests",
     "prompt_tokens": "prompt_tokens",
     "generation_tokens": "generation_tokens",

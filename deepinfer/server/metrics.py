@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from deepinfer.engine.remote_statistics import RemoteStatistics
-from deepinfer.observability.stats import STEP_BOUNDS, STEP_TOKENS, StatsLogger, step_bucket
+from deepinfer.observability.stats import STEP_BOUNDS, STEP_TOKENS, StatsLogger, accepted_at, step_bucket
 from deepinfer.outputs import RequestMetrics
 from deepinfer.server.fast_metrics import FastCounter, FastHistogram
 from deepinfer.server.metric_names import ManyNames
@@ -44,6 +44,8 @@ _ENGINE_GAUGES = {
     "generation_throughput": ("avg_generation_throughput_toks_per_s", "Generated tokens per second, latest 10 s."),
     "moe_balance": ("moe_expert_balance", "Tokens of the busiest expert over the mean, latest 10 s."),
     "mfu": ("mfu", "Model FLOPs utilisation, 0 to 1, latest 10 s."),
+    "accepted_length": ("spec_decode_accepted_length", "Tokens a round, the model's own included, latest 10 s."),
+    "acceptance_rate": ("spec_decode_acceptance_rate", "Accepted share of the draft tokens, 0 to 1, latest 10 s."),
 }
 
 
@@ -97,6 +99,8 @@ class Metrics:
         self.used_tokens = self._gauge("kv_cache_used_tokens", "Tokens that the used KV cache blocks can hold.")
         self.steps = StepHistogram(self._labels)
         self.registry.register(self.steps)
+        self.accepted = AcceptedByPosition(self._labels)
+        self.registry.register(self.accepted)
         self.http_requests = Counter(
             "http_requests", "HTTP requests answered.", ("handler", "method", "status"), registry=self.registry
         )
@@ -132,7 +136,7 @@ class Metrics:
                 self._engine_counters[name] = self._counter(*described)
             self._engine_counters[name].inc(total - self._engine_totals.get(name, 0.0))
             self._engine_totals[name] = total
-        self.steps.totals = statistics.totals
+        self.steps.totals = self.accepted.totals = statistics.totals
 
     def set_cache(self, block_size: int, num_blocks: int, cache_dtype: str) -> None:
         """`cache_config_info`, as vLLM has it: a 1 whose labels are the settings."""
@@ -193,6 +197,24 @@ class StepHistogram(Collector):
         family = HistogramMetricFamily("deepinfer:iteration_tokens_total", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), buckets, self.totals.get(STEP_TOKENS, 0.0))
         yield family
+
+
+class AcceptedByPosition(Collector):
+    """Accepted drafts by their position in the round, from 0, as the engine counts them in `totals`."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self.totals: dict[str, float] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the round."
+        family = CounterMetricFamily(f"deepinfer:{name}", text, labels=[*self._labels, "position"])
+        position = 0
+        while (number := self.totals.get(accepted_at(position))) is not None:
+            family.add_metric([*self._labels.values(), str(position)], number)
+            position += 1
+        if position:
+            yield family
 
 
 @dataclass

@@ -119,9 +119,13 @@ def test_outputs_are_those_without_drafts(speculative: dict, overlap: int, graph
     got, want = run(engine, 0), without_drafts()
     assert engine.scheduler.num_preemptions > 0
     assert_same(got, want)
-    assert engine.observer.stats.totals["draft_tokens"] > 0
+    totals = engine.observer.stats.totals
+    assert totals["draft_tokens"] > 0
     if speculative["method"] == "ngram":
-        assert engine.observer.stats.totals["accepted"] > 0
+        assert totals["accepted"] > 0
+    by_position = [totals[f"accepted_at_{position}"] for position in range(engine.speculation.drafter.num_drafts)]
+    assert sum(by_position) == totals["accepted"]
+    assert by_position == sorted(by_position, reverse=True) and by_position[0] <= totals["drafts"]
 
 
 def test_drafts_that_are_drawn_leave_greedy_answers_as_they_are() -> None:

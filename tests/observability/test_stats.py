@@ -64,6 +64,8 @@ def test_rates_of_a_steady_load_and_after_it() -> None:
                 prefix_hits=4,
                 drafts=2,
                 accepted_tokens=5,
+                draft_tokens=8,
+                accepted_at=[2, 2, 1, 0],
                 expert_counts=np.array([[4, 0, 0, 0], [1, 1, 1, 1]]),
             )
         )
@@ -76,11 +78,14 @@ def test_rates_of_a_steady_load_and_after_it() -> None:
     assert (now.num_running, now.num_waiting, now.cache_usage, now.num_preemptions) == (7, 2, 0.25, 2)
     assert now.prefix_hit_rate == pytest.approx(0.4)
     assert now.accepted_length == pytest.approx(3.5)  # the target's own token included
+    assert now.acceptance_rates == pytest.approx((1, 1, 0.5, 0)) and now.acceptance_rate == pytest.approx(5 / 8)
+    assert "accepted length 3.50, accepted by position 1.00 1.00 0.50 0.00" in line(now)
     assert now.moe_balance == pytest.approx((4 + 1) / 2)
     assert stats.totals["output"] == 1200 and stats.totals["flops"] == 2000
     clock.now += 60
     later = stats.window()
     assert later.prompt_throughput == later.generation_throughput == later.steps_per_second == 0
+    assert later.acceptance_rates == () and "accepted" not in line(later)
     assert later.prefix_hit_rate is None and later.accepted_length is None and later.moe_balance is None
 
 

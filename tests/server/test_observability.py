@@ -87,6 +87,8 @@ def test_counters_of_features_appear_once_they_are_used() -> None:
                 prefix_hits=25,
                 drafts=2,
                 accepted_tokens=6,
+                draft_tokens=10,
+                accepted_at=[2, 2, 1, 1, 0],
             )  # fmt: skip
         )
         metrics.update(statistics)
@@ -97,4 +99,11 @@ def test_counters_of_features_appear_once_they_are_used() -> None:
         ("spec_decode_num_accepted_tokens", 12),
     ):  # fmt: skip
         assert f'deepinfer:{name}_total{{engine="0",model_name="m"}} {value}.0\n' in text
+    for prefix in ("deepinfer", "vllm"):
+        name = "spec_decode_num_accepted_tokens_per_pos_total"
+        by_position = rf'^{prefix}:{name}{{engine="0",model_name="m",position="(.)"}} (.*)$'
+        found = re.findall(by_position, text, re.MULTILINE)
+        assert found == [("0", "4.0"), ("1", "4.0"), ("2", "2.0"), ("3", "2.0"), ("4", "0.0")]
+    assert 'sglang:spec_accept_length{engine="0",model_name="m"} 4.0\n' in text
+    assert 'sglang:spec_accept_rate{engine="0",model_name="m"} 0.6\n' in text
     assert "estimated_flops" not in text and "mfu" not in text
