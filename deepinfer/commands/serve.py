@@ -174,12 +174,21 @@ def serve(
     enable_log_requests: Annotated[
         bool, typer.Option("--enable-log-requests", help="Also log what clients write: their prompts.")
     ] = False,
+    enable_log_outputs: Annotated[
+        bool, typer.Option("--enable-log-outputs", help="Also log what the model writes.")
+    ] = False,
+    max_log_len: Annotated[
+        int, typer.Option(min=1, help="Most characters of a prompt or an answer in the log.")
+    ] = 4096,
     disable_access_log: Annotated[
         bool,
         typer.Option(
             "--disable-access-log", "--disable-uvicorn-access-log", help="No line in the log for an answered request."
         ),
     ] = False,
+    disable_access_log_for_endpoints: Annotated[
+        str, typer.Option(help="Paths with commas between them, e.g. /load,/v1/models: no line in the log for these.")
+    ] = "",
     disable_log_stats: Annotated[
         bool, typer.Option("--disable-log-stats", help="No line of statistics in the log.")
     ] = False,
@@ -253,6 +262,10 @@ def serve(
         raise ValueError("--headless is not supported: an engine runs on one machine, beside its server")
     if root_path and not ROOT_PATH.fullmatch(root_path):
         raise ValueError(f"--root-path must be a path such as /llm, without a slash at its end, got {root_path!r}")
+    quiet_paths = [path.strip() for path in disable_access_log_for_endpoints.split(",") if path.strip()]
+    if not all(path.startswith("/") for path in quiet_paths):
+        message = "must be paths with commas between them, each with a / at its start"
+        raise ValueError(f"--disable-access-log-for-endpoints {message}, got {disable_access_log_for_endpoints!r}")
     thinking = thinking or wants_thinking(default_chat_template_kwargs)
     check_parsers(output_parser or [])
     engine_config = options.make_engine_config(
@@ -277,6 +290,7 @@ def serve(
         os.environ["DEEPINFER_STATS_INTERVAL"] = "0"
     if profiler_port is not None:
         os.environ["DEEPINFER_PROFILER_PORT"] = str(profiler_port)
+    from deepinfer.server.content_log import ContentLog
     from deepinfer.server.launch import run_server
     from deepinfer.server.listening import Listening
 
@@ -295,7 +309,8 @@ def serve(
         shutdown_timeout=shutdown_timeout,
         log_level=log_level,
         log_format=log_format,
-        log_requests=enable_log_requests,
+        content_log=ContentLog(enable_log_requests, enable_log_outputs, max_log_len),
+        quiet_paths=frozenset(quiet_paths),
         web=web,
         in_process=in_process,
         max_queue=max_queue,

@@ -92,7 +92,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    app.add_middleware(LogRequests)
+    app.add_middleware(LogRequests, quiet_paths=state.quiet_paths)
     app.add_middleware(GiveRequestId)
     if root_path:
         app.add_middleware(StripRootPath, root_path=root_path)

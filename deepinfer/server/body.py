@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -17,9 +16,6 @@ from deepinfer.server.state import server_state
 
 HEAVY_BYTES = 16 * 1024  # a longer body is read, rendered and encoded beside the event loop
 BODY_SECONDS = 60.0  # for a body to arrive
-LOGGED_BYTES = 4096  # of a body, with --enable-log-requests
-
-logger = logging.getLogger("deepinfer.server.requests")
 
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
@@ -42,10 +38,7 @@ async def read_json(request: Request) -> dict[str, Any]:
     state.check_loaded()
     received = await _receive(request, state.limits.max_body_bytes)
     request.state.body_bytes = len(received)
-    if state.log_requests:
-        text = received[:LOGGED_BYTES].decode("utf-8", errors="replace")
-        fields = {"request_id": request.state.request_id, "body": text}
-        logger.info("%s asks %r", request.state.request_id, text, extra={"fields": fields})
+    state.content_log.asked(request.state.request_id, received)
     body = await beside_loop(request, _parse, received)
     check_sizes(state.text, body)
     return body

@@ -25,6 +25,7 @@ from deepinfer.params import SamplingParams
 from deepinfer.server.admission import Limits
 from deepinfer.server.app import create_app
 from deepinfer.server.connection import PatientProtocol, Seldom
+from deepinfer.server.content_log import ContentLog
 from deepinfer.server.listening import Listening
 from deepinfer.server.metrics import Metrics
 from deepinfer.server.response_store import DEFAULT_TTL, ResponseStore
@@ -50,7 +51,8 @@ def run_server(
     shutdown_timeout: int = 30,
     log_level: str = "info",
     log_format: str = "text",
-    log_requests: bool = False,
+    content_log: ContentLog | None = None,
+    quiet_paths: frozenset[str] = frozenset(),
     web: bool = True,
     in_process: bool = False,
     max_queue: int | None = None,
@@ -67,9 +69,10 @@ def run_server(
     """Serve until interrupted, then give requests in flight `shutdown_timeout` seconds to finish.
 
     The engine gets a process of its own unless `in_process`; while it loads the model, /ready says so.  `max_queue`
-    sequences may wait for it, by default four times as many as it runs at once.  `log_requests` logs bodies, too.
+    sequences may wait for it, by default four times as many as it runs at once.  `content_log`: what people wrote.
     `threads`: of its process.  `root_path`: what a proxy puts before every path.  `stream_interval`: tokens an event.
-    `access_log`: a line for every answered request.  `force_usage`: streams end with their usage in any case.
+    `access_log`: a line for every answered request, but for those of `quiet_paths`.
+    `force_usage`: streams end with their usage in any case.
 
     `generation_config`: see `sampling_defaults`.
 
@@ -97,7 +100,8 @@ def run_server(
             sampling_defaults=sampling_defaults(model, generation_config),
             responses=ResponseStore(response_ttl),
             limits=Limits(config.max_num_seqs + max_queue, max_concurrency_per_key, rate_limit, max_body_bytes),
-            log_requests=log_requests,
+            content_log=content_log or ContentLog(),
+            quiet_paths=quiet_paths,
             stream_interval=stream_interval,
             force_usage=force_usage,
         )

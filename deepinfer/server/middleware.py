@@ -121,14 +121,14 @@ class CountRequests:
 class LogRequests:
     """One line a request: how it was answered, and how many tokens it had; never what they said.
 
-    Those that machines ask all the time (OPEN_PATHS) are logged at level debug.
+    Those that machines ask all the time (OPEN_PATHS) are logged at level debug, those of `quiet_paths` not at all.
     """
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
+    def __init__(self, app: ASGIApp, quiet_paths: frozenset[str] = frozenset()):
+        self.app, self.quiet_paths = app, quiet_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] in self.quiet_paths:
             await self.app(scope, receive, send)
             return
         status: dict[str, Any] = {"code": 500}

@@ -41,6 +41,7 @@ class RunningSequence(Generic[Piece]):
         self._clock: SequenceClock | None = None
         self._leave: Leave | None = None
         self._times: RequestMetrics | None = None
+        self._written: list[int] = []  # for the log, if that has them
 
     @property
     def must_wait(self) -> bool:
@@ -90,6 +91,8 @@ class RunningSequence(Generic[Piece]):
             self._end("abort" if aborted else "error")
             raise
         delta.metrics = self._times = news.metrics
+        if self._state.content_log.outputs:
+            self._written += delta.token_ids
         if delta.token_ids and self._clock is not None:
             self._clock.tokens(len(delta.token_ids))
             if self._ticket.facts.ttft is None:
@@ -112,5 +115,6 @@ class RunningSequence(Generic[Piece]):
             self._state.running.remove(self._engine_id)
             self._clock.end(reason, self._times)
             self._ticket.facts.completion_tokens += self._clock.count
+            self._state.content_log.answered(self._ticket.request_id, self._state.text.tokenizer, self._written, reason)
         self._place.leave()
         self.ended = True

@@ -14,6 +14,7 @@ from fastapi import Request
 from deepinfer.engine.client import EngineState
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.server.admission import Admission, Limits
+from deepinfer.server.content_log import ContentLog
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.gate import Gate
 from deepinfer.server.metrics import Longest, Metrics
@@ -45,7 +46,8 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     background: set[asyncio.Task[None]] = field(default_factory=set)
     workers: Workers = field(default_factory=Workers)
-    log_requests: bool = False  # also what clients wrote
+    content_log: ContentLog = field(default_factory=ContentLog)
+    quiet_paths: frozenset[str] = frozenset()  # no line in the log for requests of them
     force_usage: bool = False  # streams end with their usage, whether asked for or not
     stream_interval: int = 1  # tokens of a sequence that an event of a stream waits for
 

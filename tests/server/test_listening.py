@@ -228,14 +228,29 @@ def test_refused_requests_are_logged_without_what_they_held(json_log: Server) ->
 
 
 def test_bodies_are_logged_only_when_asked_for(checkpoint: Path) -> None:
-    running = start_server(checkpoint, "--served-model-name", MODEL, "--enable-log-requests")
+    options = ("--enable-log-requests", "--enable-log-outputs", "--max-log-len", "90", "--log-format", "json")
+    quiet = ("--disable-access-log-for-endpoints", "/v1/completions, /version")
+    running = start_server(checkpoint, "--served-model-name", MODEL, *options, *quiet)
     try:
-        body = ASK | {"prompt": "the secret word"}
-        assert httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).status_code == 200
-        deadline = time.monotonic() + 10
-        while not any("the secret word" in line for line in running.log):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        body = ASK | {
+            "prompt": "the secret word",
+            "user": "x" * 100,
+            "n": 2,
+            "temperature": 1,
+            "return_token_ids": True,
+        }
+        headers = {"X-Request-Id": "a"}
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200
+        assert httpx.get(f"{running.url}/version", headers=headers).status_code == 200
+        assert httpx.get(f"{running.url}/load", headers={"X-Request-Id": "b"}).status_code == 200
+        assert records(running, "b")[0]["route"] == "/load"
+        asked, *answered = records(running, "a")  # and no line about either request itself
+        assert asked["body"] == answer.request.content.decode()[:90] and "the secret word" in asked["body"]
+        assert asked["logger"] == "deepinfer.server.content"
+        written = [choice["text"][:90] for choice in answer.json()["choices"]]
+        assert sorted(record["output"] for record in answered) == sorted(written)
+        assert {record["finish_reason"] for record in answered} <= {"stop", "length"}
     finally:
         running.process.terminate()
         running.process.wait(timeout=30)

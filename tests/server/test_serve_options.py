@@ -102,6 +102,7 @@ def test_one_core_is_left_to_the_server(
         (["--root-path", "/llm/"], "--root-path must be a path such as /llm"),
         (["--root-path", "/a b"], "--root-path must be a path such as /llm"),
         (["--threads", "0"], "--threads"),
+        (["--disable-access-log-for-endpoints", "/load,ping"], "--disable-access-log-for-endpoints must be paths"),
         (["--stream-interval", "0"], "--stream-interval"),
     ],
 )
