@@ -25,13 +25,13 @@ from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
 from deepinfer.engine.chunking import image_spans
-from deepinfer.engine.collect import News, collect, step_stats
+from deepinfer.engine.collect import News, collect, record_scheduled, step_stats, why_invalid
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.deadlines import Deadlines
 from deepinfer.engine.drafters import make_speculation
 from deepinfer.engine.model_inputs import build_model_inputs
 from deepinfer.engine.output_pool import NewOutputs
-from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
+from deepinfer.engine.scheduler import Scheduler
 from deepinfer.engine.sequence import Request, Sequence
 from deepinfer.engine.step import LaunchedStep, PlainSampling, Runner, StepTokens, merged
 from deepinfer.engine.swap import HostSwap
@@ -44,7 +44,7 @@ from deepinfer.sampling.random import completion_seed
 from deepinfer.speculation.drafter import Drafter
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.structured.compiler import GrammarCompiler
-from deepinfer.structured.matcher import STRUCTURED_OUTPUT, Grammar
+from deepinfer.structured.matcher import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ class Engine:
             batch = self.scheduler.schedule()
             if batch is None or not batch.sequences:  # the second: other ranks of the group have work
                 return None, []
-            self._record_scheduled(batch)
+            record_scheduled(batch)
             sequences = batch.sampled
         try:
             with scope("inputs"):
@@ -349,14 +349,6 @@ class Engine:
             self._in_flight = None  # nobody waits for its tokens, and its time would include the engine's idle time
             self._observe(self.observer.work_ended)
 
-    def _record_scheduled(self, batch: ScheduledBatch) -> None:
-        if not batch.is_prefill:
-            return
-        now = time.monotonic()
-        for seq in batch.sequences:
-            if seq.metrics.first_scheduled_time is None:
-                seq.metrics.first_scheduled_time = now
-
     def _postprocess(self, news: News) -> list[RequestOutput]:
         """Free what the finished sequences hold, and end the requests that are done."""
         self.num_output_tokens += news.num_tokens
@@ -372,13 +364,8 @@ class Engine:
         """Rows without a finite largest logit: the model's fault, or nothing was left that all settings allow."""
         outputs: list[RequestOutput] = []
         for seq in sequences:
-            if seq.finish_reason is not None:
-                continue  # with another sequence of its request
-            reason = "the model returned logits that are not finite"
-            if seq.constraint is not None:
-                none_left = f"{STRUCTURED_OUTPUT}no token is left that the grammar and the other settings allow"
-                reason = seq.constraint.failed or none_left
-            outputs += self._fail([seq], reason)
+            if seq.finish_reason is None:  # else it has ended with another sequence of its request
+                outputs += self._fail([seq], why_invalid(seq))
         return outputs
 
     def _failed_step(self, sequences: list[Sequence], error: Exception) -> list[RequestOutput]:
