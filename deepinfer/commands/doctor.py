@@ -210,12 +210,13 @@ def check_kernels() -> Iterator[Check]:
     yield Check("kernels", "compiled for CPU", "ok" if status.active else "no", status.detail)
     for device in ("cpu", "cuda"):
         compiled = [name for name, operation in OPERATIONS.items() if device in operation.backends]
+        if device == "cpu" and not status.active:
+            compiled = []  # they are registered, but each falls back
         reference = sorted(OPERATIONS.keys() - compiled)
         detail = f"{len(compiled)} of {len(OPERATIONS)} operations"
         detail += f"; in PyTorch: {', '.join(reference)}" if reference and compiled else ""
         detail += "; all run in PyTorch" if not compiled else ""
-        active = bool(compiled) and (device != "cpu" or status.active)
-        yield Check("kernels", f"{device} backend", "ok" if active else "no", detail)
+        yield Check("kernels", f"{device} backend", "ok" if compiled else "no", detail)
 
 
 def check_model() -> Iterator[Check]:

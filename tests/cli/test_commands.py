@@ -147,10 +147,12 @@ def test_doctor_reports_every_group(run: Run) -> None:
     assert readable.returncode == answer.returncode and "PyTorch" in readable.stdout
 
 
-def test_doctor_says_what_is_used_without_a_compiler(run: Run, tmp_path: Path) -> None:
-    checks = json.loads(run("doctor", "--json", PATH=str(tmp_path), CC="").stdout)
-    compiler = next(check for check in checks if check["name"] == "C compiler")
-    assert compiler["state"] == "no" and "PyTorch" in compiler["detail"]
+def test_doctor_says_what_is_used_without_a_compiler(run_process: Run, tmp_path: Path) -> None:
+    answer = run_process("doctor", "--json", PATH=str(tmp_path), CC="", DEEPINFER_CACHE_DIR=str(tmp_path / "cache"))
+    checks = {check["name"]: check for check in json.loads(answer.stdout)}
+    assert checks["C compiler"]["state"] == "no" and "PyTorch" in checks["C compiler"]["detail"]
+    backend = checks["cpu backend"]
+    assert backend["state"] == "no" and backend["detail"].startswith("0 of ") and "all run in" in backend["detail"]
 
 
 def test_help_is_quick(run_process: Run) -> None:
