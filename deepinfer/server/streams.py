@@ -93,7 +93,7 @@ class Generation:
         """Until all sequences have ended. However this ends, all are left, and so their cache is freed.
 
         Without a `request` no client waits. Raises ClientDisconnect as soon as the connection is gone, also while
-        nothing is being generated, and what went wrong in a sequence or in `take`.
+        nothing is being generated, what went wrong in a sequence or in `take`, and ApiError when the server ends.
         """
         tasks = [] if request is None else [asyncio.create_task(self._watch(request))]
         try:
@@ -107,6 +107,8 @@ class Generation:
                 await self._catch_up(await self._waiting.take())
             if self._error is not None:
                 raise self._error
+        except asyncio.CancelledError:  # the time for a graceful shutdown is over
+            raise ApiError("the server is shutting down", status=503) from None
         finally:
             for sequence in self._sequences:
                 sequence.close()
@@ -180,10 +182,7 @@ async def collect(
     take: Callable[[int, Delta[Any]], object],
 ) -> None:
     """Hand every delta to `take(number, delta)`; for answers that are sent whole."""
-    try:
-        await Generation(sequences, take).run(request)
-    except asyncio.CancelledError:  # the time for a graceful shutdown is over
-        raise ApiError("the server is shutting down", status=503) from None
+    await Generation(sequences, take).run(request)
 
 
 class EventStream(StreamingResponse):

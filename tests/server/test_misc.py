@@ -1,5 +1,6 @@
 """Models, health, version, tokens, metrics, and the end of the process."""
 
+import json
 import re
 import shutil
 import signal
@@ -12,7 +13,7 @@ import pytest
 
 from deepinfer import __version__
 from deepinfer.recipe import Tokenizer, encode_prompt, render_chat
-from tests.server.process import MODEL, Server, start_server
+from tests.server.process import MODEL, Server, lines_of, start_server
 
 
 def test_models(server: Server) -> None:
@@ -138,6 +139,26 @@ def test_a_stopped_server_drains_or_refuses(checkpoint: Path, seconds: int, stat
     else:
         assert "shutting down" in answers[0].json()["error"]["message"]
     assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
+
+
+def test_a_stream_that_the_server_may_not_finish_ends_with_an_error(checkpoint: Path) -> None:
+    """After the second signal: an event says why, and the log has no traceback."""
+    server = start_server(checkpoint, "--served-model-name", MODEL, "--shutdown-timeout", "60")
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    try:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = lines_of(answer)
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            while httpx.get(f"{server.url}/ready").status_code != 503:
+                pass
+            server.process.send_signal(signal.SIGTERM)
+            *_, error, done = [line.removeprefix("data: ") for line in lines if line]
+        assert "shutting down" in json.loads(error)["error"]["message"] and done == "[DONE]"
+        assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)
+        assert not any("Traceback" in line for line in server.log)
+    finally:
+        server.process.kill()
 
 
 def test_a_config_file_gives_the_options_and_the_command_line_wins(checkpoint: Path, tmp_path: Path) -> None:
