@@ -34,7 +34,8 @@ def draft_lengths(
         until_first_fall: of Theta, for drafts that were drawn.
     """
     num_sequences, num_drafts = survival.shape
-    chances = np.where(np.arange(num_drafts) < room[:, None], survival, 0.0).ravel()
+    has_chance = (np.arange(num_drafts) < room[:, None]) & (survival > 0)  # also not what is no number
+    chances = np.where(has_chance, survival, 0.0).ravel()
     order = np.argsort(-chances, kind="stable")  # a sequence's drafts stay in their order
     order = order[: np.count_nonzero(chances)]
     tau = num_sequences + np.concatenate(([0.0], np.cumsum(chances[order])))

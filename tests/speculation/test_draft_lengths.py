@@ -76,3 +76,11 @@ def test_rates_follow_what_is_accepted() -> None:
     for _ in range(2000):  # times change, and what was is forgotten
         rates.observe(1, 3, 3)
     assert rates.survival(1)[2] > 0.9
+
+
+@pytest.mark.parametrize("until_first_fall", [False, True])
+def test_a_chance_that_is_no_number_is_none(until_first_fall: bool) -> None:
+    """A head that overflowed: its drafts are left out, and nobody gets more than there is room for."""
+    survival = np.array([[np.nan, np.nan], [0.9, 0.8], [0.9, 0.8]])
+    lengths = draft_lengths(survival, np.array([2, 0, 2]), np.ones(20), until_first_fall=until_first_fall)
+    assert lengths.tolist() == [0, 0, 2]
