@@ -31,6 +31,8 @@ _SGLANG = {
     "spec_decode_accepted_length": "spec_accept_length",
     "spec_decode_acceptance_rate": "spec_accept_rate",
     "num_preemptions": "num_retracted_requests",
+    "num_so_requests": "num_so_requests",
+    "num_grammar_queue_reqs": "num_grammar_queue_reqs",
     "prompt_tokens": "prompt_tokens",
     "generation_tokens": "generation_tokens",
     "num_requests": "num_requests",

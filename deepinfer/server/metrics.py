@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -94,6 +95,11 @@ class Metrics:
         )
         self.params_n = self._histogram("request_params_n", "Value of n.", (1, 2, 5, 10, 20, 50, 100))
         self.params_max_tokens = self._histogram("request_params_max_tokens", "Value of max_tokens.", _TOKENS)
+        self.structured = self._counter("num_so_requests", "Requests for structured output.")
+        self.waiting_for_grammar = self._gauge("num_grammar_queue_reqs", "Requests whose grammar is being compiled.")
+        self.grammar_time = self._histogram(
+            "grammar_wait_seconds", "What a request waited for its grammar, next to nothing if it is known.", _SECONDS
+        )
         self.block_size = 0
         self.cache_tokens = self._gauge("kv_cache_num_tokens", "Tokens that the KV cache blocks can hold.")
         self.used_tokens = self._gauge("kv_cache_used_tokens", "Tokens that the used KV cache blocks can hold.")
@@ -155,6 +161,18 @@ class Metrics:
         self.requests.inc()
         if reason == "abort":
             self.aborted.inc()
+
+    @contextmanager
+    def grammar(self) -> Iterator[None]:
+        """Around the wait of a request for its grammar."""
+        began = time.monotonic()
+        self.structured.inc()
+        self.waiting_for_grammar.inc()
+        try:
+            yield
+        finally:
+            self.waiting_for_grammar.dec()
+            self.grammar_time.observe(time.monotonic() - began)
 
     def reject(self, reason: str) -> None:
         """Count a request that is answered 429."""

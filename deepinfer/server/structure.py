@@ -192,7 +192,8 @@ async def with_structure(state: ServerState, params: SamplingParams, structure: 
     try:
         params = replace(params, so_args=so_args)
         params.check_vocabulary(state.text.tokenizer.vocab_size)
-        await state.text.engine.compile(so_args)
+        with state.metrics.grammar():
+            await state.text.engine.compile(so_args)
     except ValueError as error:
         raise structure_error(error, structure.field) from None
     return params

@@ -1,6 +1,7 @@
 """/metrics: the names, types and labels that dashboards of vLLM and SGLang ask for, and that the figures are right."""
 
 import re
+import time
 
 import httpx
 import pytest
@@ -24,11 +25,11 @@ VLLM = {
 SGLANG = {
     "gauge": (
         "num_running_reqs", "num_queue_reqs", "token_usage", "max_total_num_tokens", "num_used_tokens",
-        "gen_throughput",
+        "gen_throughput", "num_grammar_queue_reqs",
     ),
     "counter": (
         "prompt_tokens_total", "generation_tokens_total", "num_requests_total", "num_aborted_requests_total",
-        "num_retracted_requests_total",
+        "num_retracted_requests_total", "num_so_requests_total",
     ),
     "histogram": (
         "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
@@ -93,6 +94,22 @@ def test_figures_of_one_request(server: Server) -> None:
     assert after == handled + 1
     assert server.metric("vllm:cache_config_info", block_size="128", cache_dtype="auto") == 1
     assert server.metric("sglang:max_total_num_tokens") % 128 == 0 < server.metric("sglang:max_total_num_tokens")
+
+
+def test_grammars_are_counted_and_timed(server: Server) -> None:
+    names = (
+        "sglang:num_so_requests_total",
+        "deepinfer:grammar_wait_seconds_count",
+        "deepinfer:grammar_wait_seconds_sum",
+    )
+    before = [server.metric(name) for name in names]
+    began = time.monotonic()
+    for regex, status in (("[ab]{3}", 200), ("[ab]{3}", 200), ("(?=a)", 400)):
+        body = {"model": MODEL, "prompt": "hi", "regex": regex, "max_tokens": 5}
+        assert server.http.post("/v1/completions", json=body).status_code == status
+    asked, timed, seconds = (server.metric(name) - old for name, old in zip(names, before, strict=True))
+    assert asked == timed == 3 and 0 < seconds < time.monotonic() - began
+    assert server.metric("sglang:num_grammar_queue_reqs") == 0, "also after one that cannot be compiled"
 
 
 def test_steps_are_counted_by_their_tokens() -> None:
