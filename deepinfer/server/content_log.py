@@ -27,7 +27,8 @@ class ContentLog:
     def answered(self, request_id: str, tokenizer: Tokenizer, token_ids: Sequence[int], reason: str) -> None:
         """A sequence ended. Its text is that of its tokens: a chat's reasoning and control tokens included."""
         if self.outputs:
+            # A model may have tokens that the tokenizer does not know, to pad its vocabulary.
             known = [token_id for token_id in token_ids[: self.max_length] if token_id < tokenizer.vocab_size]
-            text = tokenizer.decode(known)[: self.max_length]  # a model's vocabulary may be padded beyond the tokenizer's
+            text = tokenizer.decode(known)[: self.max_length]
             fields = {"request_id": request_id, "output": text, "finish_reason": reason}
             logger.info("%s is answered %r (%s)", request_id, text, reason, extra={"fields": fields})
