@@ -32,7 +32,15 @@ BAD = {
     "stop": ["", [""], [1], 5],
     "priority": [2**31, -(2**31), True, 1.0, "low", None],
     "deadline_seconds": [0, -1, NAN, INF, True, "soon"],
-    "so_args": [{}, [], "json", 5, {"schema_type": "xml", "schema": ""}, {"schema_type": "regex", "schema": 5}, {"x": 1}],
+    "so_args": [
+        {},
+        [],
+        "json",
+        5,
+        {"schema_type": "xml", "schema": ""},
+        {"schema_type": "regex", "schema": 5},
+        {"x": 1},
+    ],
 }
 
 
