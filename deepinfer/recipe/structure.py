@@ -5,8 +5,10 @@ sequence, or, optional, plus, star. Control tokens are parts of their own: no te
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from deepinfer.recipe import json_text
 from deepinfer.recipe.conversation import ModelVersion, ToolDefinition
 from deepinfer.recipe.dsml import DSML_STYLES, DsmlStyle
 from deepinfer.recipe.dsml_parser import CLOSING_MARK, OPENING_MARK
@@ -18,6 +20,7 @@ Format = dict[str, Any]
 _NOTES = {"title", "description", "default", "examples", "$comment", "$schema", "$id", "deprecated"}
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | _NOTES
 _MAX_REFERENCES = 16
+_MAX_COPIED = 256 * 1024  # characters of a tool's schema, which goes whole into each part that refers to it
 
 
 def answer_format(request: ConversationRequest) -> Format | None:
@@ -136,12 +139,13 @@ class _CallFormat:
         if not properties:
             return [text(self._style.no_parameters)] if extra is False else self._any_parameters()
         written = []
+        whole = _Whole(root, _MAX_COPIED)
         for name, value in properties.items():
             if value is False and name not in required:
                 continue
             if '"' in name or OPENING_MARK in name:
                 raise ConversionError(f"property {name!r} of the {where} cannot be written in a call", "tools")
-            options = [self._value(part, f'{name}"') for part in _value_parts(value, root)]
+            options = [self._value(part, f'{name}"') for part in _value_parts(value, whole)]
             one = sequence(*self._tag("<", 'parameter name="'), {"type": "or", "elements": options})
             written.append(one if name in required else {"type": "optional", "content": one})
         return written
@@ -156,16 +160,55 @@ def _any_value() -> list[tuple[bool, Format]]:
     return [(True, _raw_string({})), (False, json_part(True))]
 
 
-def _value_parts(schema: Any, root: Any) -> list[tuple[bool, Format]]:
+def _options(schema: Any, root: Any) -> list[Any]:
+    """The alternatives of nested anyOf, references resolved, each once.
+
+    A reference met again has nothing new to say: not following it ends circles, and doublings that would take for ever.
+    """
+    options, waiting, seen = [], [schema], set()
+    while waiting:
+        node = waiting.pop()
+        reference = node.get("$ref") if isinstance(node, dict) else None
+        if isinstance(reference, str) and node.keys() - _NOTES == {"$ref"}:
+            if reference in seen:
+                continue
+            seen.add(reference)
+        node = _resolved(node, root)
+        if isinstance(node, dict) and node.keys() - _NOTES == {"anyOf"}:
+            waiting += reversed(node["anyOf"])
+        else:
+            options.append(node)
+    if not options:
+        raise ConversionError("Invalid json schema: references go in a circle", "tools")
+    return options
+
+
+@dataclass
+class _Whole:
+    """A schema whose parts become formats; `left` characters of copies of it are allowed."""
+
+    root: Any
+    left: int
+
+    def copied(self) -> Any:
+        """What a part of it may refer to, with references that lead there from the part."""
+        self.left -= len(json_text.compact(self.root))
+        if self.left < 0:
+            raise ConversionError("Invalid json schema: too many of its parts refer to others", "tools")
+        return _rewritten(self.root)
+
+
+def _value_parts(schema: Any, whole: _Whole) -> list[tuple[bool, Format]]:
     """Ways to write a value of the schema: (whether it is a raw string, its format)."""
-    schema = _resolved(schema, root)
+    return [part for option in _options(schema, whole.root) for part in _option_parts(option, whole)]
+
+
+def _option_parts(schema: Any, whole: _Whole) -> list[tuple[bool, Format]]:
     if schema is True or (isinstance(schema, dict) and not schema.keys() - _NOTES):
         return _any_value()
     if not isinstance(schema, dict):
         return [(False, json_part(schema))]
     keys = schema.keys() - _NOTES
-    if keys == {"anyOf"}:
-        return [part for option in schema["anyOf"] for part in _value_parts(option, root)]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     kinds = schema.get("type")
     if values is not None and keys <= {"const", "enum", "type"}:
@@ -185,7 +228,7 @@ def _value_parts(schema: Any, root: Any) -> list[tuple[bool, Format]]:
     elif isinstance(kinds, list) and "string" in kinds and keys == {"type"}:
         rest = [kind for kind in kinds if kind != "string"]
         return [(True, _raw_string({})), *([(False, json_part({"type": rest}))] if rest else [])]
-    return [(False, json_part(_embedded(schema, root)))]
+    return [(False, json_part(_embedded(schema, whole)))]
 
 
 def _raw_string(schema: Mapping[str, Any]) -> Format:
@@ -212,11 +255,11 @@ def _resolved(schema: Any, root: Any) -> Any:
     raise ConversionError("Invalid json schema: references go in a circle", "tools")
 
 
-def _embedded(schema: Any, root: Any) -> Any:
+def _embedded(schema: Any, whole: _Whole) -> Any:
     """A part of a schema as a schema of its own, which finds what it refers to."""
     if not _has_reference(schema):
         return schema
-    return {**_rewritten(schema), "$defs": {"root": _rewritten(root)}}
+    return {**_rewritten(schema), "$defs": {"root": whole.copied()}}
 
 
 def _has_reference(schema: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import unquote
 
 from deepinfer.errors import shown
 from deepinfer.structured.regex import portable_pattern
@@ -59,11 +60,13 @@ def check_schema(schema: Any, path: str = "#") -> None:
     """Raise ValueError naming the keyword and its JSON pointer for whatever cannot be enforced."""
     waiting = [(schema, path, 0)]
     count = 0
+    places, references = set(), []  # where the schemas are, as pointers within this one
     while waiting:
         node, where, depth = waiting.pop()
         count += 1
         if count > MAX_SCHEMAS:
             raise ValueError(f"so_args.schema must hold at most {MAX_SCHEMAS} schemas")
+        places.add("#" + where[len(path) :])
         if isinstance(node, bool):
             continue
         if not isinstance(node, dict):
@@ -89,6 +92,11 @@ def check_schema(schema: Any, path: str = "#") -> None:
                 waiting += [(entry, f"{at}/{_escape(name)}", depth + 1) for name, entry in value.items()]
             elif kind == _PLAIN:
                 _check_value(key, value, at)
+                if key == "$ref":
+                    references.append((value, at))
+    for reference, at in references:  # elsewhere, say in an enum, nobody would have looked at the keywords
+        if unquote(reference) not in places:
+            raise ValueError(f"so_args.schema: {at} must lead to a schema in this one, got {shown(reference)}")
 
 
 def _check_value(key: str, value: Any, at: str) -> None:
@@ -115,8 +123,8 @@ def _check_value(key: str, value: Any, at: str) -> None:
         if not isinstance(value, str):
             raise must("a regular expression")
     elif _is_count(key):
-        is_count = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
-        if not is_count:
+        is_count = isinstance(value, int) or isinstance(value, float) and value.is_integer()  # False for infinity
+        if isinstance(value, bool) or not is_count or value < 0:
             raise must("an integer >= 0")
     elif key != "const" and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise must("a number")

@@ -118,6 +118,8 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"type": "string", "format": "regex"}, "format", "#/format"),
     ({"$ref": "https://example.com/a"}, "$ref", "#/$ref"),
     ({"$ref": "#/nope"}, "nope", "so_args.schema"),
+    ({"properties": {"a": {"$ref": "#/properties/b/const"}, "b": {"const": {"format": "regex"}}}},
+     "#/properties/b/const", "#/properties/a/$ref"),
     ({"maximum": "3"}, "maximum", "#/maximum"),
     ({"exclusiveMaximum": True, "maximum": 3}, "exclusiveMaximum", "#/exclusiveMaximum"),
     ({"type": "nothing"}, "type", "#/type"),
@@ -140,7 +142,7 @@ def test_what_cannot_be_enforced_is_refused_by_keyword_and_place(schema: Any, ke
 
 
 def test_no_json_and_too_deep() -> None:
-    for text in ("{", "NaN", "[" * 5000):
+    for text in ("{", "NaN", "[" * 5000, '{"type": "string", "minLength": 1e999}'):
         with pytest.raises(ValueError, match="^so_args.schema"):
             compiled({"schema_type": "json", "schema": text})
     deep: Any = {}

@@ -293,3 +293,34 @@ def test_strict_schemas_are_enforced_whole() -> None:
 def test_parameters_that_cannot_be_enforced_are_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Case(tools=[tool("a", parameters)], tool_choice="required")
+
+
+def test_references_that_go_in_circles_or_double_are_followed_once() -> None:
+    """Alternatives that refer to themselves say nothing new; 2 ** 40 ways to the same string are one."""
+    definitions: dict[str, Any] = {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(40)
+    }
+    leaf = [{"type": "string", "maxLength": 3}, {"type": "integer", "minimum": 7, "maximum": 7}]
+    definitions["d40"] = {"anyOf": [{"$ref": "#/$defs/d0"}, *leaf]}
+    schema = {**CLOSED, "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions}
+    case = Case(tools=[tool("a", schema, True)])
+    assert case.grammar is not None
+
+    def is_allowed(text: str, is_string: bool) -> bool:
+        assert case.grammar is not None
+        call = CALL.format(text)
+        return feed(case.grammar.matcher(), written(call if is_string else call.replace('"true"', '"false"')))
+
+    assert is_allowed("abc", True) and is_allowed("7", False)
+    assert not is_allowed("abcd", True) and not is_allowed("8", False)
+    circle = {"anyOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/c"}]}
+    with pytest.raises(ValueError, match="circle"):
+        nothing = {**CLOSED, "properties": {"a": {"$ref": "#/$defs/c"}}, "$defs": {"c": circle}}
+        Case(tools=[tool("a", nothing)], tool_choice="required")
+
+
+def test_a_schema_is_not_copied_into_thousands_of_parts() -> None:
+    part = {"type": "array", "items": {"$ref": "#/$defs/d"}}
+    schema = {"type": "object", "properties": {f"p{i}": part for i in range(1000)}, "$defs": {"d": {"type": "null"}}}
+    with pytest.raises(ValueError, match="too many of its parts"):
+        Case(tools=[tool("a", schema)], tool_choice="required")
