@@ -47,7 +47,7 @@ async def create_completion(request: Request) -> Response:
     n = body.n or 1
 
     def open_reader() -> TextReader:
-        return TextReader(state.text.tokenizer, stop, bool(body.include_stop_str_in_output))
+        return TextReader(state.text.tokenizer, stop, bool(body.include_stop_str_in_output), body.silent_roles)
 
     streams = start_sequences(state, prompts, params, n, open_reader, ticket, "prompt")
     choices = [Choice(index, prompts[index // n]) for index in range(len(streams))]

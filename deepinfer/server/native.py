@@ -127,7 +127,9 @@ async def start(
     n = completion.n or 1
 
     def open_reader() -> TextReader:
-        return TextReader(state.text.tokenizer, stop, bool(completion.include_stop_str_in_output))
+        return TextReader(
+            state.text.tokenizer, stop, bool(completion.include_stop_str_in_output), completion.silent_roles
+        )
 
     streams = start_sequences(state, prompts, params, n, open_reader, ticket, "prompt")
     return [Choice(index, prompts[index // n]) for index in range(len(streams))], streams

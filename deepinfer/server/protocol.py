@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from deepinfer.params import SamplingParams
+from deepinfer.recipe.detokenizer import SILENT_ROLES
 from deepinfer.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "return_hidden_states": ((False,), "only tokens and log-probabilities are returned"),
     "return_routed_experts": ((False,), "only tokens and log-probabilities are returned"),
     "routed_experts_prompt_start": ((), "only tokens and log-probabilities are returned"),
-    "skip_special_tokens": ((True,), "control tokens never appear in the text; ask for return_token_ids"),
+    "skip_special_tokens": ((True,), "they are what the parts of an answer are read from; ask for return_token_ids"),
     "no_stop_trim": ((False,), "ask for include_stop_str_in_output"),
 }
 # For the two protocols of items, which have no use for these.
@@ -81,7 +82,7 @@ _NOT_CHAT = NOT_SAMPLED | {
     "add_special_tokens": ((False,), "the prompt format belongs to the model"),
     "documents": (([],), "put documents into the messages"),
 }
-_NOT_COMPLETION = NOT_SAMPLED | {
+_NOT_COMPLETION = {name: why for name, why in NOT_SAMPLED.items() if name != "skip_special_tokens"} | {
     "suffix": (("",), "the model completes text at its end only"),
 }
 
@@ -264,6 +265,14 @@ class CompletionRequest(SamplingRequest):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep so many; -1: what the context holds
     truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped
+    skip_special_tokens: bool | None = None  # False: the text has those that begin, end and pad sequences, too
+
+    @property
+    def silent_roles(self) -> tuple[str, ...]:
+        """Control tokens without text. The one that ends the answer is a stop: in the text only where those are."""
+        if self.skip_special_tokens is not False:
+            return SILENT_ROLES
+        return () if self.ignore_eos or self.include_stop_str_in_output else ("eos",)
 
     def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """The part of a prompt that `truncate_prompt_tokens` keeps; -1 leaves room for the answer asked for."""

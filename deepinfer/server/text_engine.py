@@ -17,6 +17,7 @@ from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, T
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import Detokenizer, StopStrings, Tokenizer
 from deepinfer.recipe.conversation import ModelVersion
+from deepinfer.recipe.detokenizer import SILENT_ROLES
 
 if TYPE_CHECKING:
     from deepinfer.engine.async_engine import AsyncEngine
@@ -60,8 +61,15 @@ class Delta(Generic[Piece]):
 class TextReader:
     """Plain text that ends before a stop string, or with it if `include_stop`."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False):
-        self.detokenizer, self.stops = Detokenizer(tokenizer), StopStrings(list(stop), include_stop)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        silent_roles: Sequence[str] = SILENT_ROLES,
+    ):
+        self.detokenizer = Detokenizer(tokenizer, silent_roles)
+        self.stops = StopStrings(list(stop), include_stop)
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[str, str | None]:
         return self.stops.push(self.detokenizer.push([token_id]))

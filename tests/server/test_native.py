@@ -85,7 +85,7 @@ def test_each_event_holds_all_so_far(server: Server) -> None:
         ({"text": "a", "sampling_params": {"max_new_tokens": 99999}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"text": "a", "sampling_params": {"regex": "("}}, "sampling_params.regex"),
-        ({"text": "a", "sampling_params": {"skip_special_tokens": False}}, "sampling_params.skip_special_tokens"),
+        ({"text": "a", "sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
         ({"text": "a", "sampling_params": {"max_tokens": 5}}, "sampling_params"),
         ({"text": "a", "sampling_params": [PARAMS]}, "sampling_params"),
         ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),

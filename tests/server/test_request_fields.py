@@ -2,10 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepinfer.checkpoint_tokenizer import load_tokenizer
 from tests.server.process import MODEL, Server, lines_of
 from tests.server.test_errors import check_shape
 
@@ -13,7 +15,7 @@ USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hello there", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 REFUSED: dict[str, Any] = {
-    "length_penalty": 2.0, "use_beam_search": True, "best_of": 2, "skip_special_tokens": False, "prompt_logprobs": 1,
+    "length_penalty": 2.0, "use_beam_search": True, "best_of": 2, "prompt_logprobs": 1,
     "logprob_token_ids": [4], "repetition_detection": {"min_count": 3},
     "structured_outputs": {"regex": "a", "json": "{}"}, "regex": "(", "ebnf": "a", "json_schema": "{",
     "structural_tag": {},
@@ -22,7 +24,7 @@ REFUSED: dict[str, Any] = {
     "custom_logit_processor": "x", "logits_processors": ["a"], "no_stop_trim": True, "data_parallel_rank": 1,
 }  # fmt: skip
 REFUSED_IN_CHAT = REFUSED | {
-    "truncate_prompt_tokens": 3, "documents": [{"text": "a"}], "chat_template": "x",
+    "truncate_prompt_tokens": 3, "documents": [{"text": "a"}], "chat_template": "x", "skip_special_tokens": False,
     "thinking_token_budget": 4, "add_special_tokens": True, "separate_reasoning": False,
     "stream_reasoning": False, "mm_processor_kwargs": {"a": 1}, "response_format": {"type": "json_object"},
     "add_generation_prompt": False, "chat_template_kwargs": {"other": 1},
@@ -55,6 +57,35 @@ def test_fields_that_other_protocols_lack(server: Server, path: str, name: str) 
     body = {"model": MODEL, "input": "hi", "messages": [USER]} | {name: FOREIGN[name]}
     answer = server.http.post(path, json=body)
     assert answer.status_code == 400 and name in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, ()),
+        ({"skip_special_tokens": True}, ()),
+        ({"skip_special_tokens": False}, ("bos", "pad", "eos")),
+        ({"skip_special_tokens": False, "ignore_eos": False}, ("bos", "pad")),
+        (
+            {"skip_special_tokens": False, "ignore_eos": False, "include_stop_str_in_output": True},
+            ("bos", "pad", "eos"),
+        ),
+    ],
+)
+def test_special_tokens_in_the_text_of_a_completion(
+    server: Server, checkpoint: Path, fields: dict[str, bool], shown: tuple[str, ...]
+) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    words = tokenizer.encode_text("ab")
+    golden = [*words, tokenizer.control_id("bos"), tokenizer.control_id("pad"), tokenizer.control_id("eos")]
+    body = TEXT | {"golden_token_ids": golden, "max_tokens": len(golden)} | fields
+    text = "ab" + "".join(tokenizer.decode([tokenizer.control_id(role)]) for role in shown)
+    assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+    begin = tokenizer.control_id("bos")
+    params = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True, "logit_bias": {str(begin): 100.0}} | fields
+    params.pop("include_stop_str_in_output", None)
+    answer = server.http.post("/generate", json={"text": "a", "sampling_params": params}).json()
+    assert answer["text"] == (2 * tokenizer.decode([begin]) if shown else "")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
