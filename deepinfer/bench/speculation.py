@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> None:
         epilog="Example: `deepinfer bench speculation --method dspark --device cuda`",
     )
     parser.add_argument("--model", default="nano", help="nano or a checkpoint folder (default nano)")
-    parser.add_argument("--method", choices=("ngram", "dspark"), default="ngram", help="what makes the drafts")
+    parser.add_argument("--method", choices=("ngram", "dspark"), default="ngram", help="what drafts (default ngram)")
     parser.add_argument("--num-speculative-tokens", type=int, default=5, help="most drafts of a step (default 5)")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="batch sizes (default 1 to 64)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens of an answer (default 128)")
