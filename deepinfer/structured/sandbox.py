@@ -8,6 +8,7 @@ takes too long. What has passed may be compiled again beside the engine, in abou
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import select
@@ -128,7 +129,11 @@ def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: s
 
     print("null", file=answers, flush=True)  # ready
     for line in sys.stdin.buffer:
-        print(json.dumps(in_child(partial(judge, line), float(seconds))), file=answers, flush=True)
+        answer = in_child(partial(judge, line), float(seconds))
+        try:
+            print(json.dumps(answer), file=answers, flush=True)
+        except BrokenPipeError:  # the engine has ended meanwhile
+            os._exit(0)
 
 
 def in_child(judge: Callable[[], str | None], seconds: float) -> str | None:
@@ -139,6 +144,8 @@ def in_child(judge: Callable[[], str | None], seconds: float) -> str | None:
         os.close(read_end)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        cpu_seconds = math.ceil(seconds) + 1  # should its parent be killed, and not kill it
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
         with os.fdopen(write_end, "w") as pipe:
             pipe.write(json.dumps(judge()))
         os._exit(0)

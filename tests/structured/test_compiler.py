@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -104,6 +107,33 @@ def test_the_sandbox_lets_through_what_is_fine_and_says_what_is_not() -> None:
             guarded.compile(so_args).result(60)
     assert guarded.compile({"schema_type": "regex", "schema": "still there"}).result(60)
     guarded.close()
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "engine gone"])
+def test_a_sandbox_that_ends_while_it_compiles_leaves_nothing(is_killed: bool) -> None:
+    """Its fork gets no end of time when nobody is left to kill it; an answer that nobody waits for is no fault."""
+    arguments = [str(NANO), str(VOCAB_SIZE), str(EOS), "llguidance", "1.0"]
+    command = [sys.executable, "-m", "deepinfer.structured.sandbox", *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin and process.stdout and process.stderr and process.stdout.readline() == b"null\n"
+    patterns = [{"type": "string", "pattern": f"[a-z]*{letter}[a-z]*"} for letter in "abcdefghijklmnopqrstuvwxyz"]
+    process.stdin.write(json.dumps({"schema_type": "json", "schema": {"allOf": patterns}}).encode() + b"\n")
+    process.stdin.close()
+    time.sleep(0.3)
+    if is_killed:
+        process.kill()
+    process.stdout.close()
+    errors = b""
+    deadline = time.monotonic() + 60
+    while select.select([process.stderr], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        part = process.stderr.read1(1 << 16)  # the end comes when the fork has ended, too
+        if not part:
+            break
+        errors += part
+    else:
+        pytest.fail("something still runs")
+    assert b"Traceback" not in errors and process.wait(timeout=10) == (-9 if is_killed else 0)
+    process.stderr.close()
 
 
 def test_the_sandbox_kills_what_takes_too_long() -> None:
