@@ -109,6 +109,10 @@ class HoldBack:
         """Whether this text may be let out at once: nothing is pending, and no delimiter begins in it."""
         return not self._text and self._search.passes(text)
 
+    @property
+    def text(self) -> str:
+        return self._text
+
     def add(self, piece: Piece) -> None:
         self._pieces.append(piece)
         self._text += piece.text

@@ -21,6 +21,7 @@ class ParsingOptions:
     the JSON of the answer, without fences and text around it.  ``include_stop_string``: the stop string that ends the
     output is part of the answer.  ``answer_open_reasoning``: reasoning that the model ended its turn in, without
     closing it, is repeated as the answer, so that no reply is empty; the public library leaves the answer empty.
+    ``answer_has_format``: a grammar holds the answer to a format, so marks that are spelled inside it are its text.
     """
 
     parse_tool_calls: bool = False
@@ -30,6 +31,7 @@ class ParsingOptions:
     stop_sequences: tuple[str, ...] = ()
     include_stop_string: bool = False
     answer_open_reasoning: bool = False
+    answer_has_format: bool = False
 
 
 @dataclass(frozen=True)

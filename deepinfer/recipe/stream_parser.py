@@ -27,6 +27,7 @@ class StreamParser:
         self.options = options or ParsingOptions()
         self.stop_string: str | None = None
         self._reasoning: list[str] = []  # a string would be copied with every piece
+        self._in_format = False  # an answer that has a format has begun: no tool call will follow
         self._new_id = new_id
         self._state = self._first_state()
         self._pending = HoldBack(self._delimiters())
@@ -58,7 +59,7 @@ class StreamParser:
         reasoning = self._state == "reasoning"
         if self._tools is not None or self._drop_newlines or not (reasoning or self._state == "answer"):
             return False
-        if not self._pending.passes(text):
+        if self._awaits_format() or not self._pending.passes(text):
             return False
         if reasoning:
             self._reasoning.append(text)
@@ -71,7 +72,7 @@ class StreamParser:
         if self._tools is not None:
             return self._tools.push(text)
         piece = Piece(text, tuple(logprobs))
-        if not self._drop_newlines and self._pending.passes(text):
+        if not (self._drop_newlines or self._awaits_format()) and self._pending.passes(text):
             return self._emit([piece])
         self._pending.add(piece)
         return self._read()
@@ -115,6 +116,8 @@ class StreamParser:
         match self._state:
             case "reasoning":
                 return Delimiters((THINK_END, *mark), trimmed=(THINK_END, *mark))
+            case "answer" if self._in_format:
+                return Delimiters(self.options.stop_sequences)
             case "answer":
                 return Delimiters((THINK_END, *mark, *self.options.stop_sequences), trimmed=mark)
             case "before_json":
@@ -131,12 +134,25 @@ class StreamParser:
                 if not self._pending.drop_newlines():
                     break
                 self._drop_newlines = False
+            if self._begins_format():
+                self._in_format = True
+                self._pending.restart(self._delimiters())
             pieces, found = self._pending.next()
             events += self._emit(pieces)
             if found is None:
                 break
             events += self._switch(found)
         return events
+
+    def _awaits_format(self) -> bool:
+        """Whether an answer of a format may begin here, or a tool block."""
+        return self.options.answer_has_format and self._state == "answer" and not self._in_format
+
+    def _begins_format(self) -> bool:
+        if not self._awaits_format():
+            return False
+        text = self._pending.text.lstrip("\n")
+        return not (OPENING_MARK.startswith(text) or text.startswith(OPENING_MARK))
 
     def _switch(self, found: str) -> list[Event]:
         """Act on a delimiter.  A stop string that equals another delimiter stops."""

@@ -17,7 +17,7 @@ from deepinfer.server.protocol import ChatRequest
 from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import Answer, EventStream, collect, encode_json, line_of
-from deepinfer.server.structure import asked_structure, conversation_structure, with_structure
+from deepinfer.server.structure import asked_structure, conversation_structure, holds_answer, with_structure
 from deepinfer.server.text_engine import Delta
 from deepinfer.server.usage import usage_body
 
@@ -71,7 +71,7 @@ async def create_chat_completion(request: Request) -> Response:
     parallel = body.parallel_tool_calls is not False
     structure = conversation_structure(state, prepared.conversation, asked, "response_format", parallel)
     params = await with_structure(state, params, structure)
-    conversation = prepared.with_output(stop, body.include_stop_str_in_output)
+    conversation = prepared.with_output(stop, body.include_stop_str_in_output, holds_answer(asked))
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)
     streams = start_sequences(state, [prepared.token_ids], params, body.n or 1, answer.open_choice, ticket, "messages")
     if body.stream:

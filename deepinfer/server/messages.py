@@ -17,7 +17,7 @@ from deepinfer.server.prompts import PreparedPrompt, prepare
 from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.state import ServerState, check_prompt, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import Answer, EventStream, collect
-from deepinfer.server.structure import asked_structure, conversation_structure, with_structure
+from deepinfer.server.structure import asked_structure, conversation_structure, holds_answer, with_structure
 from deepinfer.server.text_engine import Delta
 
 router = APIRouter()
@@ -44,10 +44,10 @@ async def create_message(request: Request) -> Response:
     try:
         limit = None if body.max_tokens is None else min(body.max_tokens, room)
         params = body.sampling_params(limit, None, state)
-        conversation = prepared.with_output(body.stop_sequences or [], body.include_stop_str_in_output)
     except ValueError as error:
         raise from_value_error(error) from None
     asked = asked_structure(body, raw)
+    conversation = prepared.with_output(body.stop_sequences or [], body.include_stop_str_in_output, holds_answer(asked))
     parallel = not (body.tool_choice or {}).get("disable_parallel_tool_use")
     structure = conversation_structure(state, prepared.conversation, asked, "output_config.format", parallel)
     params = await with_structure(state, params, structure)

@@ -24,13 +24,20 @@ class PreparedPrompt:
     prompt: Prompt
     token_ids: list[int]
 
-    def with_output(self, stop: list[str], include_stop: bool | None = None) -> ConversationRequest:
-        """The conversation, its output read as this server does: it ends at these strings, and no reply is empty."""
+    def with_output(
+        self, stop: list[str], include_stop: bool | None = None, is_structured: bool = False
+    ) -> ConversationRequest:
+        """The conversation, its output read as this server does: it ends at these strings, and no reply is empty.
+
+        `is_structured`: a grammar that is no part of the conversation holds the answer to a format.
+        """
+        conversation = self.conversation.conversation
         parsing = replace(
             self.conversation.parsing,
             stop_sequences=tuple(stop),
             include_stop_string=bool(include_stop),
             answer_open_reasoning=True,
+            answer_has_format=is_structured or conversation.json_schema is not None or conversation.regex is not None,
         )
         return replace(self.conversation, parsing=parsing)
 

@@ -31,7 +31,7 @@ from deepinfer.server.state import (
     start_sequences,
 )
 from deepinfer.server.streams import Answer, EventStream, as_api_error, collect
-from deepinfer.server.structure import asked_structure, conversation_structure, with_structure
+from deepinfer.server.structure import asked_structure, conversation_structure, holds_answer, with_structure
 from deepinfer.server.text_engine import Delta
 
 router = APIRouter()
@@ -82,9 +82,9 @@ async def create_response(request: Request) -> Response:
     except ValueError as error:
         raise from_value_error(error) from None
     items, prepared = await prepare_response(request, raw, body)
-    conversation = prepared.with_output(stop, body.include_stop_str_in_output)
     check_prompt(state, prepared.token_ids, params.max_tokens, "input", "max_output_tokens")
     asked = asked_structure(body, raw)
+    conversation = prepared.with_output(stop, body.include_stop_str_in_output, holds_answer(asked))
     parallel = body.parallel_tool_calls is not False
     structure = conversation_structure(state, prepared.conversation, asked, "text.format", parallel)
     params = await with_structure(state, params, structure)

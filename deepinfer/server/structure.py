@@ -124,6 +124,13 @@ def structure_error(error: ValueError, field: str) -> ApiError:
     return ApiError(message if field in message else f"{field}: {message}", param=field)
 
 
+def holds_answer(asked: Structure | None) -> bool:
+    """Whether the structure is that of the answer from its beginning on, and has no place for tool calls."""
+    if asked is None or asked.constraint.trigger_token_ids:
+        return False
+    return asked.constraint.schema_type != "structural_tag"
+
+
 def conversation_structure(
     state: ServerState, request: ConversationRequest, asked: Structure | None, field: str, parallel_calls: bool = True
 ) -> Structure | None:

@@ -65,6 +65,24 @@ def test_chat_parse_helper(server: Server, thinking: Any) -> None:
     assert bool(getattr(choice.message, "reasoning_content", None)) == (thinking is ON)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("thinking", [OFF, ON], ids=["plain", "thinking"])
+def test_marks_in_an_answer_of_a_format_are_its_text(server: Server, thinking: Any, stream: bool) -> None:
+    value = {"a": ["</think>", "<｜DSML｜ calls>"]}
+    formats: list[dict[str, Any]] = [
+        {"extra_body": {**thinking, "guided_choice": [json.dumps(value, ensure_ascii=False)]}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": {"const": value}}}},
+    ]
+    for asked in formats:
+        fields: Any = {"model": "nano", "messages": USER, "max_tokens": 300, "temperature": 0, "extra_body": thinking}
+        answer = server.client.chat.completions.create(**fields | asked, stream=stream)
+        if stream:
+            content = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+        else:
+            content = answer.choices[0].message.content
+        assert json.loads(content) == value
+
+
 def test_streams_give_the_same(server: Server) -> None:
     asked: Any = {"model": "nano", "messages": USER, "max_tokens": 300, "temperature": 0, "extra_body": OFF}
     asked["response_format"] = {

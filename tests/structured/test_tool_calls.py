@@ -12,6 +12,7 @@ import pytest
 
 from deepinfer.recipe import ConversionOptions, convert_chat_request
 from deepinfer.recipe.events import AnswerText, ReasoningText, ToolCallArguments, ToolCallStart
+from deepinfer.recipe.request import ParsingOptions
 from deepinfer.recipe.stream_parser import StreamParser
 from deepinfer.recipe.structure import answer_format, output_format
 from deepinfer.structured.matcher import Grammar, Matcher
@@ -324,3 +325,17 @@ def test_a_schema_is_not_copied_into_thousands_of_parts() -> None:
     schema = {"type": "object", "properties": {f"p{i}": part for i in range(1000)}, "$defs": {"d": {"type": "null"}}}
     with pytest.raises(ValueError, match="too many of its parts"):
         Case(tools=[tool("a", schema)], tool_choice="required")
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_marks_within_an_answer_of_a_format_are_text(calls: bool) -> None:
+    """`</think>` and the mark of a tool block, in ordinary tokens of a string; a real block is one all the same."""
+    options = ParsingOptions(parse_tool_calls=calls, answer_has_format=True, thinking_initial_stage="ReasoningStart")
+    block = "\n\n" + CALL.format("x")
+    for answer in ('{"a": "</think><｜DSML｜ calls>\\n", "b": "<｜DSML｜"}', '"</think>"', "<｜DSL", *[block] * calls):
+        text = "Hm.\n</think>" + answer
+        for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(1, len(text)))):
+            parser = StreamParser(options)
+            events = [event for piece in pieces for event in parser.push(piece)] + parser.finish("stop")
+            shown = "".join(event.text for event in events if isinstance(event, AnswerText))
+            assert (shown, parser.called_tools) == (("", True) if answer == block else (answer, False))
