@@ -155,8 +155,8 @@ def serve(
         typer.Option(
             min=1,
             max=4096,
-            help="Processor threads of the engine; default: OMP_NUM_THREADS, or one less than there are cores: "
-            "the server needs one.",
+            help="Processor threads of the engine; default: OMP_NUM_THREADS, or the cores there are, of more than "
+            "two one less: the server needs it.",
         ),
     ] = None,
     stream_interval: Annotated[

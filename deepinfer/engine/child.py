@@ -14,16 +14,16 @@ from deepinfer.errors import EngineStoppedError
 
 
 def default_threads() -> int:
-    """Processor threads for the engine's arithmetic: one core is left to the server, which works beside it.
+    """Processor threads for the engine's arithmetic: of more than two cores one is left to the server beside it.
 
-    Sharing its core with the server costs an engine more than one core less: all of its threads wait for the one that
-    was interrupted. OMP_NUM_THREADS decides, if it is set.
+    An engine that shares a core with the server waits with all its threads for the one that was interrupted; of two
+    cores one less costs it more than that. OMP_NUM_THREADS decides, if it is set.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores - 1)
+    return cores - 1 if cores > 2 else cores
 
 
 class Child:
