@@ -80,7 +80,17 @@ def test_the_engine_gets_the_threads_that_were_asked_for(behind_proxy: Server) -
 
 @pytest.mark.parametrize(
     ("cores", "asked", "threads"),
-    [(1, None, 1), (2, None, 2), (3, None, 2), (16, None, 15), (16, "4", 4), (2, "8", 8), (4, "0", 3), (4, "many", 3), (4, "", 3)],
+    [
+        (1, None, 1),
+        (2, None, 2),
+        (3, None, 2),
+        (16, None, 15),
+        (16, "4", 4),
+        (2, "8", 8),
+        (4, "0", 3),
+        (4, "many", 3),
+        (4, "", 3),
+    ],
 )
 def test_one_core_is_left_to_the_server(
     monkeypatch: pytest.MonkeyPatch, cores: int, asked: str | None, threads: int
