@@ -237,6 +237,7 @@ def test_bodies_are_logged_only_when_asked_for(checkpoint: Path) -> None:
             "user": "x" * 100,
             "n": 2,
             "temperature": 1,
+            "seed": 1,  # special tokens are in the log and not in the text: these draws have none
             "return_token_ids": True,
         }
         headers = {"X-Request-Id": "a"}
