@@ -19,7 +19,7 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec.losses import Blocks
 from deepinfer.models.checkpoint_format import parameter_specs
 from deepinfer.models.layers.rope import apply_rope, rope_frequencies, rope_table
-from deepinfer.models.reference import Numerics, Weights, routed_experts
+from deepinfer.models.reference import Weights
 from deepinfer.train import fast_model, fast_ops
 from deepinfer.train.fast_quant import fp8_rows, straight_through
 from deepinfer.train.parameters import Kind, residual_base
@@ -186,22 +186,6 @@ class BlockModel:
         return F.linear(torch.einsum("btgi,gri->btgr", o, wo_a).flatten(-2), w[f"{name}.wo_b.weight"])
 
     def _moe(self, y: Tensor, w: Weights, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        c, name, x = self.config, f"{name}.ffn", y.flatten(0, 1)
-        scores = fast_model.gate_scores(x, w[f"{name}.gate.weight"])
-        chosen = torch.topk(scores.detach() + w[f"{name}.gate.bias"], c.num_experts_per_tok, dim=-1).indices
-        gates = scores.gather(-1, chosen)
-        if c.norm_topk_prob:
-            gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
-        gates = gates * c.routed_scaling_factor
-        w1, w2, w3 = (w[f"{name}.experts.{part}.weight"] for part in ("w1", "w2", "w3"))
-        if self.grouped is not None:
-            routed, counts = self.grouped(x, chosen, gates, w1, w2, w3)
-        else:
-            routed = routed_experts(x, chosen, gates, w1, w2, w3, c.swiglu_limit, Numerics())
-            counts = torch.bincount(chosen.flatten(), minlength=c.n_routed_experts)
-        share = counts.float() / chosen.numel()
-        probability = (scores / (scores.sum(-1, keepdim=True) + 1e-20)).mean(0)
-        w13 = torch.cat((w[f"{name}.shared_experts.w1.weight"], w[f"{name}.shared_experts.w3.weight"]))
-        z = self.swiglu(F.linear(x, w13), torch.ones_like(x[:, 0], dtype=gates.dtype))
-        out = (routed + F.linear(z, w[f"{name}.shared_experts.w2.weight"])).to(y.dtype).view_as(y)
-        return out, counts, c.n_routed_experts * (share * probability).sum()
+        return fast_model.mixture_of_experts(
+            y, w, f"{name}.ffn", self.config, fast_model.gate_scores, self.swiglu, self.grouped
+        )

@@ -132,6 +132,41 @@ def gate_scores(x: Tensor, weight: Tensor) -> Tensor:
     return F.softplus(F.linear(x.float(), weight.float())).sqrt()
 
 
+def mixture_of_experts(
+    y: Tensor,
+    w: Weights,
+    name: str,
+    config: ModelConfig,
+    scores_of: Callable[..., Tensor],
+    swiglu: Callable[..., Tensor],
+    grouped: Callable[..., tuple[Tensor, Tensor]] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Routed and shared experts of the layer part `name`, whose sizes are `config`'s; y [B, T, D].
+
+    `scores_of` and `swiglu` may be compiled; `grouped` runs the routed experts on a GPU. Returns the output, the tokens
+    of each expert int64 [E] and the loss that keeps them balanced.
+    """
+    x = y.flatten(0, 1)
+    scores = scores_of(x, w[f"{name}.gate.weight"])
+    chosen = torch.topk(scores.detach() + w[f"{name}.gate.bias"], config.num_experts_per_tok, dim=-1).indices
+    gates = scores.gather(-1, chosen)
+    if config.norm_topk_prob:
+        gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
+    gates = gates * config.routed_scaling_factor
+    w1, w2, w3 = (w[f"{name}.experts.{part}.weight"] for part in ("w1", "w2", "w3"))
+    if grouped is not None:
+        routed, counts = grouped(x, chosen, gates, w1, w2, w3)
+    else:
+        routed = routed_experts(x, chosen, gates, w1, w2, w3, config.swiglu_limit, ReferenceNumerics())
+        counts = torch.bincount(chosen.flatten(), minlength=config.n_routed_experts)
+    share = counts.float() / chosen.numel()
+    probability = (scores / (scores.sum(-1, keepdim=True) + 1e-20)).mean(0)
+    w13 = torch.cat((w[f"{name}.shared_experts.w1.weight"], w[f"{name}.shared_experts.w3.weight"]))
+    z = swiglu(F.linear(x, w13), torch.ones_like(x[:, 0], dtype=gates.dtype))
+    out = (routed + F.linear(z, w[f"{name}.shared_experts.w2.weight"])).to(y.dtype).view_as(y)
+    return out, counts, config.n_routed_experts * (share * probability).sum()
+
+
 def token_losses(y: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Cross entropy and squared log-partition of every token, float32 [N]; y [N, D], head [V, D], targets int64 [N]."""
     logits = F.linear(y.float(), head.float())
@@ -363,24 +398,9 @@ class FastModel:
         return (torch.xlogy(p, p) - p * log_q).sum(-1).mean()
 
     def _moe(self, y: Tensor, *, w: Weights, layer_id: int, info: StepInfo) -> Tensor:
-        config, name = self.config, f"layers.{layer_id}.ffn"
-        x = y.flatten(0, 1)
-        scores = self._gate_scores(x, w[f"{name}.gate.weight"])
-        chosen = torch.topk(scores.detach() + w[f"{name}.gate.bias"], config.num_experts_per_tok, dim=-1).indices
-        gates = scores.gather(-1, chosen)
-        if config.norm_topk_prob:
-            gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
-        gates = gates * config.routed_scaling_factor
-        w1, w2, w3 = (w[f"{name}.experts.{part}.weight"] for part in ("w1", "w2", "w3"))
-        if self._grouped is not None:
-            routed, counts = self._grouped(x, chosen, gates, w1, w2, w3)
-        else:
-            routed = routed_experts(x, chosen, gates, w1, w2, w3, config.swiglu_limit, ReferenceNumerics())
-            counts = torch.bincount(chosen.flatten(), minlength=config.n_routed_experts)
+        out, counts, balance = mixture_of_experts(
+            y, w, f"layers.{layer_id}.ffn", self.config, self._gate_scores, self._swiglu, self._grouped
+        )
         info.expert_counts[layer_id] = counts
-        share = counts.float() / chosen.numel()
-        probability = (scores / (scores.sum(-1, keepdim=True) + 1e-20)).mean(0)
-        info.balance_losses.append(config.n_routed_experts * (share * probability).sum())
-        w13 = torch.cat((w[f"{name}.shared_experts.w1.weight"], w[f"{name}.shared_experts.w3.weight"]))
-        z = self._swiglu(F.linear(x, w13), torch.ones_like(x[:, 0], dtype=gates.dtype))
-        return (routed + F.linear(z, w[f"{name}.shared_experts.w2.weight"])).to(y.dtype).view_as(y)
+        info.balance_losses.append(balance)
+        return out
