@@ -12,6 +12,7 @@ import typer
 from deepinfer import envs
 from deepinfer.commands import bench, chat, deepspec, doctor, generate, kernels, plan, recipe, run_batch, serve
 from deepinfer.commands.options import examples
+from deepinfer.commands.other_engines import advice
 from deepinfer.errors import EngineStoppedError
 
 app = typer.Typer(
@@ -70,6 +71,8 @@ def describe(error: Exception) -> str:
     """The error on one line."""
     # Usage errors of typer carry format_message(); its exception classes moved between releases.
     text = error.format_message() if hasattr(error, "format_message") else str(error)
+    if hasattr(error, "possibilities") and (instead := advice(getattr(error, "option_name", ""))):
+        text = f"{error.option_name} is another engine's option: {instead}"  # type: ignore[attr-defined]
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.strerror.lower()}: {error.filename}" if error.filename else error.strerror.lower()
     return " ".join(text.split()) or type(error).__name__
