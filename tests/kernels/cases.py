@@ -150,7 +150,10 @@ def hc_post_pre(g: torch.Generator) -> Iterator[Case]:
 
 
 def sparse_attention(g: torch.Generator) -> Iterator[Case]:
-    for kind in ("float32", "bfloat16", "packed"):
+    for kind, latent in (
+        *((kind, RowFormat.NVFP4) for kind in ("float32", "bfloat16", "packed")),
+        ("packed", RowFormat.FP8),
+    ):
         for n, heads, dim, window, selected in (
             (0, 2, 32, 4, 4),
             (1, 8, 128, 128, 512),
@@ -163,7 +166,7 @@ def sparse_attention(g: torch.Generator) -> Iterator[Case]:
             q = normal(g, n, heads, dim)
             window_cache = strided_cache(g, pages, size, dim, kind, RowFormat.FP8)
             window_slots = integers(g, -40, pages * size, n, window).clamp_min(-1)
-            latent_cache = strided_cache(g, pages, size, dim, kind, RowFormat.NVFP4)
+            latent_cache = strided_cache(g, pages, size, dim, kind, latent)
             latent_slots = integers(g, -150, pages * size, n, selected).clamp_min(-1)
             if n > 1:
                 window_slots[0], latent_slots[0] = -1, -1  # no key at all

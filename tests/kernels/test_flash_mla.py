@@ -1,7 +1,15 @@
-"""The Hopper attention kernel agrees with float64 attention over what its caches hold; needs a Hopper GPU."""
+"""The Hopper attention kernel agrees with float64 attention over what its caches hold; needs a Hopper GPU.
+
+Tolerance: products and sums are FP32, so what is left is rounding to BF16, twice: of the probabilities, of the result.
+An error that is uniform within 2^-8 of a value's power of two is 2^-8 / sqrt(3 x 2.16) = 0.15% of a norm (2.16: the
+mean square of a mantissa), so two are 0.22%, which is what is measured. Packed keys are exact in BF16; a rotated query
+is rounded once more, by which its logits change by 0.15% / sqrt(8) or less: an eighth of it rotates. ROUNDING is 2.3
+times the expectation; one key too many or too few of 640 changes a result by 1 / sqrt(640) = 4%.
+"""
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -14,11 +22,12 @@ from deepinfer.kernels.deep_jit.compilers import options
 from deepinfer.kernels.flash_mla.attention import fused_attention, sparse_attention
 from deepinfer.kernels.flash_mla.launch import choose_split, launch
 from deepinfer.kernels.flash_mla.variants import Variant
-from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, store_rows
+from deepinfer.kernels.reference.cache_rows import RowFormat, latent_format, load_rows, store_rows
 
 DIM = 512
 SCALE = DIM**-0.5
-PACKED = {"window": RowFormat.FP8, "latent": RowFormat.NVFP4}
+ROUNDING = 5e-3
+LATENTS = {"plain": RowFormat.NVFP4, "packed": RowFormat.NVFP4, "fp8": RowFormat.FP8}
 
 gpu = pytest.mark.gpu
 hopper = pytest.mark.skipif(
@@ -29,7 +38,7 @@ hopper = pytest.mark.skipif(
 def make_cache(g: torch.Generator, pages: int, size: int, kind: str, row_format: RowFormat, spread: float) -> Tensor:
     """A view [pages, size, row] into wider pages, everything around the rows poisoned; row values differ in size."""
     values = torch.randn(pages * size, DIM, generator=g) * torch.exp(spread * torch.randn(pages * size, 1, generator=g))
-    if kind == "packed":
+    if kind != "plain":
         row, dtype, poison = row_format.row_bytes(DIM), torch.uint8, 255
     else:
         row, dtype, poison = DIM, torch.bfloat16, float("nan")
@@ -57,13 +66,12 @@ class Case:
         """Attention in float64 over the values that the caches hold."""
         q = (self.q if q is None else q).double()
         keys, slots = [], []
-        for name, cache, these in (
-            ("window", self.window_cache, self.window_slots),
-            ("latent", self.latent_cache, self.latent_slots),
-        ):
-            if cache is not None and these is not None:
-                keys.append(load_rows.reference(cache, these, PACKED[name], DIM, torch.float64))
-                slots.append(these)
+        caches = [(self.window_cache, self.window_slots, RowFormat.FP8)]
+        if self.latent_cache is not None and self.latent_slots is not None:
+            caches.append((self.latent_cache, self.latent_slots, latent_format(self.latent_cache, DIM)))
+        for cache, these, packed in caches:
+            keys.append(load_rows.reference(cache, these, packed, DIM, torch.float64))
+            slots.append(these)
         key, slot = torch.cat(keys, 1), torch.cat(slots, 1)
         key = torch.where((slot >= 0).unsqueeze(-1), key, 0)
         logits = torch.einsum("nhd,nsd->nhs", q, key) * SCALE
@@ -98,7 +106,7 @@ def make_case(
     window_cache = make_cache(g, pages[0], sizes[0], kinds[0], RowFormat.FP8, spread)
     latent_cache = latent_slots = None
     if selected is not None:
-        latent_cache = make_cache(g, pages[1], sizes[1], kinds[1], RowFormat.NVFP4, spread)
+        latent_cache = make_cache(g, pages[1], sizes[1], kinds[1], LATENTS[kinds[1]], spread)
         latent_slots = make_slots(selected, pages[1] * sizes[1])
     sink = torch.randn(heads, generator=g).cuda()
     return Case(q, window_cache, make_slots(window, pages[0] * sizes[0]), latent_cache, latent_slots, sink)
@@ -127,8 +135,19 @@ SHAPES = [
     (4, 64, 1, 1),
     (3, 64, 65, 640),
     (2, 192, 17, 129),
+    (2, 64, 128, 2048),  # a list of candidates in place of the best 512
+    (1, 128, 128, 16384),  # all that candidate blocks can hold
 ]
-KINDS = [("plain", "plain"), ("packed", "packed"), ("plain", "packed"), ("packed", "plain")]
+KINDS = [
+    ("plain", "plain"),
+    ("packed", "packed"),
+    ("plain", "packed"),
+    ("packed", "plain"),
+    ("packed", "fp8"),
+    ("plain", "fp8"),
+]
+FORMATS = {"plain-plain": ("bf16", "bf16"), "packed-packed": (RowFormat.FP8, RowFormat.NVFP4)}
+FORMATS["packed-fp8"] = (RowFormat.FP8, RowFormat.FP8)
 
 
 @gpu
@@ -139,28 +158,63 @@ def test_agrees_with_float64(shape, kinds):
     case = make_case(sum(n or 0 for n in shape), *shape, kinds=kinds)
     result = sparse_attention(*case.arguments)
     assert result is not NotImplemented
-    assert relative_error(result, case.expected()) < 5e-3
+    assert relative_error(result, case.expected()) < ROUNDING
 
 
 @gpu
 @hopper
 @pytest.mark.parametrize("split", (1, 2, 4))
-@pytest.mark.parametrize("kinds", KINDS[:2], ids="-".join)
+@pytest.mark.parametrize("kinds", FORMATS)
 def test_a_split_changes_rounding_only_and_repeats_exactly(split, kinds):
-    case = make_case(5, 9, 64, 128, 512, kinds=kinds)
-    formats = ("bf16", "bf16") if kinds[0] == "plain" else (RowFormat.FP8, RowFormat.NVFP4)
-    results = []
+    case = make_case(5, 9, 64, 128, 512, kinds=tuple(kinds.split("-")))
+    formats, results = FORMATS[kinds], []
     for _ in range(5):
         out = torch.full_like(case.q, float("nan")).contiguous()
         launch(*case.arguments, out, formats=formats, split=split)
         results.append(out)
-    assert relative_error(results[0], case.expected()) < 5e-3
+    assert relative_error(results[0], case.expected()) < ROUNDING
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @gpu
 @hopper
-@pytest.mark.parametrize("kinds", KINDS[:3], ids="-".join)
+def test_random_shapes():
+    """Fresh ones on every run; the seed is in the message."""
+    seed = random.SystemRandom().randrange(1 << 31)
+    draw = random.Random(seed)
+    for _ in range(24):
+        tokens, heads = draw.choice((1, 2, 5, 33, 67, 133, 150)), draw.choice((64, 64, 64, 128))
+        window, selected = draw.choice((1, 63, 64, 128)), draw.choice((None, 0, 1, draw.randrange(1, 700), 512))
+        kinds, absent = draw.choice(KINDS), draw.choice((0.0, 0.15, 0.9, 1.0))
+        case = make_case(
+            draw.randrange(1 << 31), tokens, heads, window, selected, kinds, absent, draw.choice((0.1, 1.0))
+        )
+        error = relative_error(sparse_attention(*case.arguments), case.expected())
+        assert error < ROUNDING, (seed, tokens, heads, window, selected, kinds, absent, error)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("kinds", FORMATS)
+def test_queries_of_different_lengths_share_rings(kinds):
+    """Speculation: 1 to 6 query tokens a sequence, each sees one more row of the same ring than the one before."""
+    lengths = (6, 1, 3, 6, 2, 1, 5)
+    case = make_case(15, sum(lengths), 64, 128, 512, kinds=tuple(kinds.split("-")))
+    last = torch.cat([torch.arange(100 * i, 100 * i + length) for i, length in enumerate(lengths)]).cuda()
+    ring = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).cuda()
+    wanted = last.unsqueeze(1) + torch.arange(-127, 1, device="cuda")
+    case.window_slots = torch.where(wanted < 0, -1, ring.unsqueeze(1) * 134 + wanted % 134).int()
+    together, expected = sparse_attention(*case.arguments), case.expected()
+    assert relative_error(together, expected) < ROUNDING
+    alone = Case(
+        case.q[6:7], case.window_cache, case.window_slots[6:7], case.latent_cache, case.latent_slots[6:7], case.sink
+    )
+    assert relative_error(sparse_attention(*alone.arguments), expected[6:7]) < ROUNDING
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("kinds", [*KINDS[:3], KINDS[4]], ids="-".join)
 def test_no_key_at_all_gives_zero(kinds):
     case = make_case(6, 6, 64, 128, 512, kinds=kinds)
     case.window_slots[:4] = -1
@@ -169,14 +223,17 @@ def test_no_key_at_all_gives_zero(kinds):
     case.window_slots[5] = -1
     result = sparse_attention(*case.arguments)
     assert (result[:4] == 0).all()
-    assert relative_error(result, case.expected()) < 5e-3
+    assert relative_error(result, case.expected()) < ROUNDING
 
 
 @gpu
 @hopper
-@pytest.mark.parametrize("kinds", KINDS[:2], ids="-".join)
+@pytest.mark.parametrize("kinds", [*KINDS[:2], KINDS[4]], ids="-".join)
 def test_extreme_values(kinds):
-    """Logits far apart, keys of very different size, sinks that dominate, vanish or are infinite."""
+    """Logits far apart, keys of very different size, sinks that dominate, vanish or are infinite.
+
+    A result that few large keys decide does not average their probabilities' rounding: 2^-8 of each, and cancellation.
+    """
     case = make_case(7, 8, 64, 128, 512, kinds=kinds, spread=3.0)
     case.q.mul_(torch.logspace(-3, 1.5, 8, device="cuda").view(-1, 1, 1))
     case.sink[:6] = torch.tensor([-float("inf"), float("inf"), 1e4, -1e4, 80.0, -80.0], device="cuda")
@@ -195,7 +252,7 @@ def test_rows_that_are_not_asked_for_may_hold_nan():
     case.latent_cache[0, 0] = float("nan")
     case.window_slots[case.window_slots == 0] = 1
     case.latent_slots[case.latent_slots == 0] = 1
-    assert relative_error(sparse_attention(*case.arguments), case.expected()) < 5e-3
+    assert relative_error(sparse_attention(*case.arguments), case.expected()) < ROUNDING
 
 
 @gpu
@@ -229,7 +286,7 @@ def test_captured_in_a_graph():
     result.fill_(float("nan"))
     case.q.mul_(0.5)
     graph.replay()
-    assert relative_error(result, case.expected()) < 5e-3
+    assert relative_error(result, case.expected()) < ROUNDING
     assert not torch.equal(result, expected)
 
 
@@ -287,12 +344,13 @@ def test_what_it_does_not_cover_is_left_to_others():
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("kind", ("plain", "packed"))
+@pytest.mark.parametrize("kind", ("plain", "packed", "fp8"))
 def test_matrix_products_overlap_with_the_rest(kind, tmp_path):
     """ptxas serialises all products, silently, where a register of a running one may be touched."""
     variant = {
         "plain": Variant(64, "bf16", 0, "bf16", 0),
         "packed": Variant(64, RowFormat.FP8, 134, RowFormat.NVFP4, 128, split=2),
+        "fp8": Variant(64, RowFormat.FP8, 134, RowFormat.FP8, 128),
     }[kind]
     build = variant.build()
     arguments = options(build.defines, build.arch, build.source.parent)

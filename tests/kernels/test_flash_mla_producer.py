@@ -48,6 +48,7 @@ VARIANTS = {
     "bf16-nvfp4": Variant(64, "bf16", 5, RowFormat.NVFP4, 8),
     "fp8-bf16": Variant(64, RowFormat.FP8, 5, "bf16", 8),
     "bf16-bf16": Variant(64, "bf16", 5, "bf16", 8),
+    "fp8-fp8": Variant(64, RowFormat.FP8, 5, RowFormat.FP8, 8),
     "fp8": Variant(64, RowFormat.FP8, 5, None, 0),
 }
 
@@ -122,7 +123,7 @@ def test_tiles_hold_the_rows_of_the_last_pair(built, window, selected):
 
     keys, alive = [], []
     scaled = 2.0**-16 if "bf16" not in (variant.window_format, variant.latent_format) else 1.0
-    for cache, these, packed in zip(caches, slots, (RowFormat.FP8, RowFormat.NVFP4), strict=True):
+    for cache, these, packed in zip(caches, slots, (variant.window_format, variant.latent_format), strict=True):
         if cache is None or these is None:
             continue
         rows = load_rows.reference(cache, these[0], packed, DIM, torch.float64)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepinfer.kernels.cpu.library import functions, ready
 from deepinfer.kernels.reference import attention, indexer  # noqa: F401  (define the operations)
-from deepinfer.kernels.reference.cache_rows import RowFormat
+from deepinfer.kernels.reference.cache_rows import RowFormat, latent_format
 from deepinfer.kernels.registry import backend
 
 # enum row_kind of rows.h; packed rows are read 32 values at a time.
@@ -55,7 +55,7 @@ def sparse_attention(
     latent: tuple | None = _NO_CACHE
     latent_pointer, latent_count = None, 0
     if latent_cache is not None and latent_slots is not None:
-        latent = _cache_arguments(latent_cache, RowFormat.NVFP4, dim)
+        latent = _cache_arguments(latent_cache, latent_format(latent_cache, dim), dim)
         latent_slots = _int32(latent_slots)
         latent_pointer, latent_count = latent_slots.data_ptr(), latent_slots.shape[1]
     if window is None or latent is None:

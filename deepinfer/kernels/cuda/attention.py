@@ -12,7 +12,7 @@ from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.cuda.formats import load_cache_rows
 from deepinfer.kernels.flash_mla import attention as hopper
 from deepinfer.kernels.reference import attention  # noqa: F401  (defines the operation)
-from deepinfer.kernels.reference.cache_rows import RowFormat
+from deepinfer.kernels.reference.cache_rows import RowFormat, latent_format
 from deepinfer.kernels.registry import backend
 
 KEYS = 32  # of one step
@@ -130,7 +130,7 @@ def sparse_attention(
     if latent_cache is None or latent_slots is None:
         latent_cache, latent_slots, latent_kind = window_cache, window_slots[:, :0], window_kind
     else:
-        latent_kind = cache_kind(latent_cache, RowFormat.NVFP4)
+        latent_kind = cache_kind(latent_cache, latent_format(latent_cache, dim))
     if (
         not covered(q, sink)
         or window_kind is None

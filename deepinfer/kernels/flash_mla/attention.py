@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepinfer.kernels.deep_jit import CompileError
 from deepinfer.kernels.flash_mla.launch import BLOCK_HEADS, HEAD_DIM, ROPE_PAIRS, launch, row_format
-from deepinfer.kernels.reference.cache_rows import RowFormat
+from deepinfer.kernels.reference.cache_rows import RowFormat, latent_format
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ def sparse_attention(
 ) -> Any:
     """`sparse_attention` of kernels/reference/attention.py for BF16 queries on Hopper: d = 512, H a multiple of 64.
 
-    Caches are BF16 or packed (FP8 window, NVFP4 latents); any strides that keep rows aligned. NotImplemented for other
-    cases, and if the kernel does not compile.
+    Caches are BF16 or packed (FP8 window, NVFP4 or FP8 latents); any strides that keep rows aligned. NotImplemented
+    for other cases, and if the kernel does not compile.
     """
     formats = _formats(q, window_cache, window_slots, latent_cache, latent_slots)
     if formats is None:
@@ -145,7 +145,7 @@ def _formats(
         return None
     if latent_cache is None or latent_slots is None:
         return window, None
-    latent = _cache_format(latent_cache, latent_slots, RowFormat.NVFP4)
+    latent = _cache_format(latent_cache, latent_slots, latent_format(latent_cache, dim))
     return None if latent is None else (window, latent)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.reference.basic import rope
-from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows
+from deepinfer.kernels.reference.cache_rows import RowFormat, latent_format, load_rows
 from deepinfer.kernels.registry import operation
 
 ROWS_AT_ONCE = 128  # bounds the gathered keys: rows x (window + selected) x d
@@ -25,7 +25,8 @@ def sparse_attention(
     """Keys are the values; the sink adds exp(sink) to the denominator only; no valid key gives 0.
 
     q [N, H, d]; window_cache [pages, page_size, row] and window_slots int32 [N, W]; latent_cache and latent_slots
-    int32 [N, K] or None for layers without compressed KV; slots of -1 are skipped; sink [H] -> [N, H, d].
+    int32 [N, K] or None for layers without compressed KV, its packed rows NVFP4 or FP8 (`latent_format`); slots of -1
+    are skipped; sink [H] -> [N, H, d].
     """
     outputs = []
     for start in range(0, q.shape[0], ROWS_AT_ONCE):
@@ -35,7 +36,8 @@ def sparse_attention(
         slots = window_slots[rows]
         keys = load_rows.reference(window_cache, slots, RowFormat.FP8, q.shape[-1], q.dtype)
         if latent_cache is not None and latent_slots is not None:
-            latents = load_rows.reference(latent_cache, latent_slots[rows], RowFormat.NVFP4, q.shape[-1], q.dtype)
+            packed = latent_format(latent_cache, q.shape[-1])
+            latents = load_rows.reference(latent_cache, latent_slots[rows], packed, q.shape[-1], q.dtype)
             keys = torch.cat((keys, latents), dim=1)
             slots = torch.cat((slots, latent_slots[rows]), dim=1)
         valid = slots >= 0

@@ -28,6 +28,11 @@ class RowFormat(Enum):
         return {"fp8": dim + dim // 32, "mxfp4": dim // 2 + dim // 32, "nvfp4": dim // 2 + dim // 16}[self.value]
 
 
+def latent_format(cache: Tensor, dim: int) -> RowFormat:
+    """How rows of compressed KV are packed in a uint8 cache: NVFP4 as released, or FP8, told apart by their length."""
+    return RowFormat.FP8 if cache.shape[-1] == RowFormat.FP8.row_bytes(dim) else RowFormat.NVFP4
+
+
 _PACK = {
     RowFormat.FP8: quant.pack_fp8_row,
     RowFormat.MXFP4: quant.pack_mxfp4_row,
