@@ -47,3 +47,11 @@ def matmul_rate() -> float:
     """BF16 FLOP/s of a large product on random data."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / time_us([lambda: a @ b], 9) * 1e6
+
+
+def fp8_matmul_rate() -> float:
+    """FP8 FLOP/s of a large product on random data, one scale a row."""
+    a, b = (torch.randn(8192, 8192, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    ones = torch.ones(8192, 1, device="cuda")
+    product = partial(torch._scaled_mm, a, b.T, ones, ones.T, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return 2 * 8192**3 / time_us([product], 9) * 1e6

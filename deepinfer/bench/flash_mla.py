@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.bench.cuda_timing import Run, copy_bandwidth, matmul_rate, time_us
+from deepinfer.bench.cuda_timing import Run, copy_bandwidth, fp8_matmul_rate, matmul_rate, time_us
 from deepinfer.bench.results import RESULTS_DIR, Record, measured, save
 from deepinfer.kernels import ops
 from deepinfer.kernels.flash_mla.attention import fused_attention, sparse_attention
+from deepinfer.kernels.flash_mla.variants import Variant
 from deepinfer.kernels.reference.cache_rows import RowFormat
 from deepinfer.kernels.reference.quant import pack_fp8_row, pack_nvfp4_row
 
@@ -31,6 +34,45 @@ HEADS, DIM, WINDOW, SELECTED = 64, 512, 128, 512
 SCALE = DIM**-0.5
 SETS = 3  # input sets that a timing rotates among
 RING, BLOCK = 134, 128  # rows of a window ring and of a block of compressed KV
+ROWS = {RowFormat.NVFP4: pack_nvfp4_row, RowFormat.FP8: pack_fp8_row}
+LABELS = {RowFormat.NVFP4: "NVFP4", RowFormat.FP8: "FP8"}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this card does in this run, per second: bytes of a copy, operations of large products."""
+
+    copy: float
+    bf16: float
+    fp8: float
+
+    def floor_us(self, moved: float, operations: float) -> float:
+        """Microseconds that `moved` bytes or BF16 `operations` take at least."""
+        return max(moved / self.copy, operations / self.bf16) * 1e6
+
+
+def measure_ceilings() -> tuple[Ceilings, list[Record]]:
+    """The ceilings, and a record of each."""
+    ceilings = Ceilings(copy_bandwidth(), matmul_rate(), fp8_matmul_rate())
+    named = (
+        ("copy", "TB/s", ceilings.copy),
+        ("BF16 product of 8192^3", "TFLOP/s", ceilings.bf16),
+        ("FP8 product of 8192^3, row-wise scales", "TFLOP/s", ceilings.fp8),
+    )
+    return ceilings, [
+        measured(f"ceiling of the run: {name}", part=PART, unit=unit, value=rate / 1e12, command=COMMAND)
+        for name, unit, rate in named
+    ]
+
+
+def compile_ahead() -> None:
+    """All kernels of the benchmark side by side; one after the other takes minutes where none is cached."""
+    variants = [Variant(64, "bf16", 0, *latent) for latent in (("bf16", 0), *((kind, BLOCK) for kind in ROWS))]
+    for kind in ROWS:
+        variants += [Variant(64, RowFormat.FP8, RING, kind, BLOCK, split) for split in (1, 2)]
+    variants += [Variant(64, RowFormat.FP8, RING, RowFormat.NVFP4, BLOCK, s, True, True, True) for s in (1, 2)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda variant: variant.build().cubin(), variants))
 
 
 def random_slots(tokens: int, count: int, rows: int) -> Tensor:
@@ -44,10 +86,10 @@ def attention_flops(tokens: int) -> float:
     return tokens * HEADS * (WINDOW + SELECTED) * 4.0 * DIM
 
 
-def prefill(tokens: int = 4096, rows: int = 32768) -> list[Record]:
-    """128 rows of a window and 512 selected at random: all BF16, and the selected ones NVFP4 as in the engine."""
+def prefill(ceilings: Ceilings, tokens: int = 4096, rows: int = 32768) -> list[Record]:
+    """128 rows of a window and 512 selected at random: all BF16, or the selected ones packed as caches have them."""
     ours: list[Run] = []
-    packed: list[Run] = []
+    packed: dict[RowFormat, list[Run]] = {kind: [] for kind in ROWS}
     theirs: list[Run] = []
     flash_mla = import_flash_mla()
     for _ in range(SETS):
@@ -59,14 +101,17 @@ def prefill(tokens: int = 4096, rows: int = 32768) -> list[Record]:
         selected = random_slots(tokens, SELECTED, rows).sort(-1).values
         arguments = (q, kv, window.contiguous(), kv, selected, sink, SCALE)
         ours.append(partial(sparse_attention, *arguments))
-        latents = pack_nvfp4_row(kv[0].float()).view(-1, BLOCK, 288)
-        packed.append(partial(sparse_attention, q, kv, window.contiguous(), latents, selected, sink, SCALE))
+        for kind, pack in ROWS.items():
+            latents = pack(kv[0].float()).view(-1, BLOCK, kind.row_bytes(DIM))
+            packed[kind].append(partial(sparse_attention, q, kv, window.contiguous(), latents, selected, sink, SCALE))
         if flash_mla is not None:
             indices = torch.cat((window, selected), 1).unsqueeze(1).contiguous()
             theirs.append(partial(flash_mla.flash_mla_sparse_fwd, q, kv.view(-1, 1, DIM), indices, SCALE, DIM, sink))
-    runs = {"BF16": ours, "BF16 window + NVFP4 rows": packed, "FlashMLA": theirs}
-    rate = {name: attention_flops(tokens) / time_us(these) / 1e6 for name, these in runs.items() if these}
-    return [
+    runs = {"BF16": ours} | {f"BF16 window + {LABELS[kind]} rows": these for kind, these in packed.items()}
+    if theirs:
+        runs["FlashMLA"] = theirs
+    rate = {name: attention_flops(tokens) / time_us(these) / 1e6 for name, these in runs.items()}
+    compared = [
         measured(
             f"sparse prefill attention, {name}, 64 heads, 640 keys, 4,096 queries",
             part=PART,
@@ -77,24 +122,34 @@ def prefill(tokens: int = 4096, rows: int = 32768) -> list[Record]:
             baseline_value=rate.get("FlashMLA"),
             target=0.9 if theirs and name == "BF16" else None,
         )
-        for name in list(runs)[:2]
+        for name in runs
+        if name != "FlashMLA"
     ]
+    share = measured(
+        "sparse prefill attention, BF16, 64 heads, 640 keys, 4,096 queries, share of the BF16 ceiling",
+        part=PART,
+        unit="of the product's rate",
+        value=rate["BF16"] * 1e12 / ceilings.bf16,
+        command=COMMAND,
+    )
+    return [*compared, share]
 
 
 # ------------------------------------------------------------------ decode
 
 
-def packed_caches(sequences: int, selected_rows: int) -> tuple[Tensor, Tensor]:
-    """An FP8 ring a sequence [sequences, 134, 528] and NVFP4 blocks [blocks, 128, 288], random values."""
+def packed_caches(sequences: int, selected_rows: int, kind: RowFormat) -> tuple[Tensor, Tensor]:
+    """An FP8 ring a sequence [sequences, 134, 528] and packed blocks [blocks, 128, 288 or 528], random values."""
     ring = pack_fp8_row(torch.randn(sequences * RING, DIM, device="cuda")).view(sequences, RING, -1)
-    latents = pack_nvfp4_row(torch.randn(selected_rows, DIM, device="cuda")).view(-1, BLOCK, 288)
-    return ring, latents
+    values = torch.randn(1 << 16, DIM, device="cuda")
+    rows = ROWS[kind](values).repeat(-(-selected_rows // len(values)), 1)[:selected_rows]
+    return ring, rows.view(-1, BLOCK, kind.row_bytes(DIM))
 
 
-def decode_case(batch: int, queries: int, context: int) -> tuple[Any, ...]:
+def decode_case(batch: int, queries: int, context: int, kind: RowFormat = RowFormat.NVFP4) -> tuple[Any, ...]:
     """Arguments of `sparse_attention` for `queries` tokens each of `batch` sequences."""
     tokens = batch * queries
-    ring, latents = packed_caches(batch, batch * context)
+    ring, latents = packed_caches(batch, batch * context, kind)
     q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     sequence = torch.arange(batch, device="cuda", dtype=torch.int32).repeat_interleave(queries).unsqueeze(1)
     window = sequence * RING + torch.arange(WINDOW, device="cuda", dtype=torch.int32)
@@ -102,71 +157,83 @@ def decode_case(batch: int, queries: int, context: int) -> tuple[Any, ...]:
     return q, ring, window, latents, selected, torch.randn(HEADS, device="cuda"), SCALE
 
 
-def decode_bytes(batch: int, queries: int) -> int:
+def decode_bytes(batch: int, queries: int, kind: RowFormat) -> int:
     """Bytes that one step must move: every row that some query of a sequence reads once, queries, outputs."""
     window = batch * WINDOW * RowFormat.FP8.row_bytes(DIM)
-    selected = batch * queries * SELECTED * RowFormat.NVFP4.row_bytes(DIM)  # drawn apart for each query
+    selected = batch * queries * SELECTED * kind.row_bytes(DIM)  # drawn apart for each query
     return window + selected + batch * queries * HEADS * DIM * 4
 
 
-def decode(context: int = 8192) -> list[Record]:
-    """Batch 64 and 128, 1 and 6 query tokens a sequence."""
-    bandwidth, records = copy_bandwidth(), []
+def decode(ceilings: Ceilings, context: int = 8192) -> list[Record]:
+    """Batch 64 and 128, 1 and 6 query tokens a sequence, compressed KV in NVFP4 (as released) and in FP8."""
+    records = []
     for batch, queries in ((64, 1), (128, 1), (64, 6), (128, 6)):
-        cases = [decode_case(batch, queries, context) for _ in range(SETS)]
-        ours = time_us([partial(sparse_attention, *case) for case in cases])
-        name = f"sparse decode attention, FP8 window + NVFP4 rows, batch {batch}, {queries} query token(s)"
-        floor = decode_bytes(batch, queries) / bandwidth * 1e6
-        gathered = time_us([partial(gather_and_sdpa, *cases[0])])
-        records.append(
-            measured(
-                f"{name}, beside gather + SDPA",
-                part=PART,
-                unit="us",
-                value=ours,
-                command=COMMAND,
-                baseline_name="gather + SDPA",
-                baseline_value=gathered,
-                higher_is_better=False,
-            )
-        )
-        records.append(
-            measured(
-                f"{name}, share of copy bandwidth",
-                part=PART,
-                unit="of the copy's bytes a second",
-                value=floor / ours,
-                command=COMMAND,
-                samples=[{"floor_us": floor, "us": ours}],
-            )
-        )
-        del cases
         theirs = flash_mla_decode(batch, queries, context)
-        if theirs is not None:
-            records.append(
-                measured(
-                    name,
-                    part=PART,
-                    unit="calls a second",
-                    value=1e6 / ours,
-                    command=COMMAND,
-                    baseline_name="FlashMLA, FP8 rows",
-                    baseline_value=1e6 / theirs,
-                    target=0.9,
-                    samples=[{"us": ours, "baseline_us": theirs}],
-                )
+        for kind, label in LABELS.items():
+            cases = [decode_case(batch, queries, context, kind) for _ in range(SETS)]
+            ours = time_us([partial(sparse_attention, *case) for case in cases])
+            gathered = time_us([partial(gather_and_sdpa, kind, *cases[0])], 5)
+            del cases
+            name = f"sparse decode attention, FP8 window + {label} rows, batch {batch}, {queries} query token(s)"
+            floor = ceilings.floor_us(decode_bytes(batch, queries, kind), attention_flops(batch * queries))
+            records += decode_records(name, ours, gathered, theirs, floor)
+    return records
+
+
+def decode_records(name: str, ours: float, gathered: float, theirs: float | None, floor: float) -> list[Record]:
+    """Times of one shape, in microseconds, beside gather + SDPA, beside its floor, and beside FlashMLA if that ran."""
+    known: dict[str, Any] = {"part": PART, "command": COMMAND}
+    records = [
+        measured(
+            f"{name}, beside gather + SDPA",
+            unit="us",
+            value=ours,
+            baseline_name="gather + SDPA",
+            baseline_value=gathered,
+            higher_is_better=False,
+            **known,
+        ),
+        measured(
+            f"{name}, beside its floor",
+            unit="us",
+            value=ours,
+            baseline_name="bytes or operations over the ceilings",
+            baseline_value=floor,
+            higher_is_better=False,
+            **known,
+        ),
+    ]
+    if theirs is not None:
+        records.append(
+            measured(
+                name,
+                unit="calls a second",
+                value=1e6 / ours,
+                baseline_name="FlashMLA, FP8 rows",
+                baseline_value=1e6 / theirs,
+                target=0.9,
+                samples=[{"us": ours, "baseline_us": theirs}],
+                **known,
             )
+        )
     return records
 
 
 def gather_and_sdpa(
-    q: Tensor, ring: Tensor, window: Tensor, latents: Tensor, selected: Tensor, sink: Tensor, scale: float
+    kind: RowFormat,
+    q: Tensor,
+    ring: Tensor,
+    window: Tensor,
+    latents: Tensor,
+    selected: Tensor,
+    sink: Tensor,
+    scale: float,
 ) -> Tensor:
     """What PyTorch alone does: unpack the rows to BF16, then attention over them (without the sink)."""
     keys = torch.cat(
         (
             ops.load_rows(ring, window, RowFormat.FP8, DIM, q.dtype),
-            ops.load_rows(latents, selected, RowFormat.NVFP4, DIM, q.dtype),
+            ops.load_rows(latents, selected, kind, DIM, q.dtype),
         ),
         1,
     ).unsqueeze(1)
@@ -216,7 +283,7 @@ def flash_mla_decode(batch: int, queries: int, context: int) -> float | None:
 # ------------------------------------------------------------------ fused
 
 
-def fused(context: int = 8192) -> list[Record]:
+def fused(ceilings: Ceilings, context: int = 8192) -> list[Record]:
     """Query norm, RoPE, attention, inverse RoPE and the FP8 cast in one launch, against five in a graph."""
     records = []
     for batch, queries in ((64, 1), (128, 1), (128, 6)):
@@ -256,7 +323,7 @@ def separate_steps(
     ops.store_rows(rows, slots, o.flatten(0, 1), RowFormat.FP8)
 
 
-SECTIONS: dict[str, Callable[[], list[Record]]] = {"prefill": prefill, "decode": decode, "fused": fused}
+SECTIONS: dict[str, Callable[[Ceilings], list[Record]]] = {"prefill": prefill, "decode": decode, "fused": fused}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -268,18 +335,23 @@ def main(arguments: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         raise ValueError("bench flash_mla needs a CUDA device")
     torch.manual_seed(0)
-    print(f"copy {copy_bandwidth() / 1e12:.2f} TB/s, BF16 {matmul_rate() / 1e12:.0f} TFLOP/s", flush=True)
+    compile_ahead()
+    ceilings, found = measure_ceilings()
+    show(found)
     for name in options.only.split(","):
         if name not in SECTIONS:
             raise ValueError(f"--only is {name!r}, allowed: {', '.join(SECTIONS)}")
-        records = SECTIONS[name]()
-        for record in records:
-            beside = (
-                f"  {record.baseline_name} {record.baseline_value:.4g}, {record.ratio:.3f} x" if record.ratio else ""
-            )
-            print(f"{record.name}: {record.value:.4g} {record.unit}{beside}", flush=True)
+        records = SECTIONS[name](ceilings)
+        show(records)
+        found += records
         if options.save:
-            save("flash_mla", records, options.save)
+            save("flash_mla", found, options.save)
+
+
+def show(records: Sequence[Record]) -> None:
+    for record in records:
+        beside = f"  {record.baseline_name} {record.baseline_value:.4g}, {record.ratio:.3f} x" if record.ratio else ""
+        print(f"{record.name}: {record.value:.4g} {record.unit}{beside}", flush=True)
 
 
 if __name__ == "__main__":
