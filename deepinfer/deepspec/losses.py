@@ -23,12 +23,17 @@ class Blocks:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Of the three terms, and how fast later positions of a block lose weight: exp(-k / gamma)."""
+    """Of the three terms, and how fast later positions of a block lose weight: exp(-k / gamma).
+
+    Both distributions are compared at a temperature that is drawn for each block between `coldest` and 1, evenly in its
+    logarithm: the colder it is, the more counts whether the most likely tokens agree.
+    """
 
     cross_entropy: float = 0.1
     total_variation: float = 0.9
     confidence: float = 1.0
     gamma: float = 4.0
+    coldest: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,9 @@ def block_losses(
         scores: raw confidences [N, B]; None: the draft has no confidence head.
         counted: float32 [N, B], 1 where a position of a block counts, 0 from the first that does not.
     """
+    if weights.coldest < 1:
+        heat = weights.coldest ** torch.rand(len(draft_logits), 1, 1, device=draft_logits.device)
+        draft_logits, target_logits = draft_logits / heat, target_logits / heat
     log_d = torch.log_softmax(draft_logits, dim=-1)
     with torch.no_grad():
         p_t = torch.softmax(target_logits, dim=-1)

@@ -2,7 +2,8 @@
 
     python -m deepinfer.deepspec.v41_train --target deepinfer/checkpoints/nano --data DATA --out OUT --minutes 4
 
-DATA holds train-N.npy and targets-N.npy (see `deepinfer/train/data`). The target reads whole rows (teacher forcing);
+DATA was written by `deepinfer deepspec prepare` (the target's own answers), or holds train-N.npy and targets-N.npy of
+other text (see `deepinfer/train/data`). The target reads whole rows (teacher forcing);
 at every step `--anchors` positions of each row get a block of drafts. The head is written in the public format every
 minute and at the end (`model-draft.safetensors`); `attach_head` puts it into the checkpoint. The optimiser, the
 rounding of masters and the schedule are those of `deepinfer/train`.
@@ -25,12 +26,13 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec.losses import LossWeights, block_losses
+from deepinfer.deepspec.pack import training_rows
 from deepinfer.deepspec.targets import V41Target
 from deepinfer.deepspec.train import blocks_of, pick_anchors
 from deepinfer.deepspec.v41_blocks import BlockModel, draft_kinds, initial_masters
 from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, head_weights, write_head
 from deepinfer.models.loader import is_draft, load_weights
-from deepinfer.train.batches import Batches, Rows, load_rows
+from deepinfer.train.batches import Batches, Rows
 from deepinfer.train.optimizer import Optimizer, Rates
 from deepinfer.train.parameters import Parameters
 from deepinfer.train.pretrain import Run, Schedule, StepResult, train
@@ -97,7 +99,7 @@ def stored_masters(config: ModelConfig, checkpoint: Path) -> dict[str, Tensor]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True, help="checkpoint folder")
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders with train-N.npy, targets-N.npy")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders of `prepare` or with train-N.npy")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init", type=Path, help="go on from the head of this checkpoint: give a lower --peak then")
     parser.add_argument("--stages", type=int, default=2, help="draft layers (num_nextn_predict_layers)")
@@ -106,6 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--reads", type=int, default=4, help="batches that the target reads at a time")
     parser.add_argument("--anchors", type=int, default=192, help="blocks a row")
     parser.add_argument("--gamma", type=float, default=LossWeights.gamma)
+    parser.add_argument("--coldest", type=float, default=LossWeights.coldest, help="lowest temperature drafted for")
     parser.add_argument("--peak", type=float, default=Schedule.peak)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
@@ -125,9 +128,12 @@ def main(arguments: list[str] | None = None) -> None:
     masters = initial_masters(config, options.seed) if options.init is None else stored_masters(config, options.init)
     parameters = Parameters(draft_kinds(config), masters, options.device, dtype)
     optimizer = Optimizer(parameters, Rates())
-    rows = load_rows(options.data).to(options.device)
+    rows = training_rows(options.data, options.length, options.seed).to(options.device)
     batches = TargetBatches(rows, target, options.batch, options.reads, options.seed)
-    loss_weights, schedule = LossWeights(gamma=options.gamma), Schedule(peak=options.peak, dense=0.0)
+    loss_weights, schedule = (
+        LossWeights(gamma=options.gamma, coldest=options.coldest),
+        Schedule(peak=options.peak, dense=0.0),
+    )
     run = Run(seed=options.seed)
     print(f"rows {len(rows)}, set up in {time.perf_counter() - started:.1f} s", flush=True)
 
