@@ -1,0 +1,61 @@
+// Two ways in which the attention kernel hands shared memory from one group of threads to another, and nothing else.
+#include "../../deepinfer/kernels/deep_jit/hopper.cuh"
+
+// As in the PTX manual's example of barrier.arrive: store, arrive; sync, load. Rounds in both directions, as two groups do
+// it that take turns; BARRIERS: named barriers, or mbarriers with an arrival a thread.
+extern "C" __global__ void take_turns(float2* out, int rounds) {
+    __shared__ float2 forth[128], back[128];
+    __shared__ u64 memory[2];
+    const int thread = threadIdx.x % 128;
+    const u32 first = shared_address(memory), second = first + 8;
+    if (threadIdx.x == 0) barrier_init(first, 128), barrier_init(second, 128), barrier_fence_init();
+    __syncthreads();
+    float2 mine = make_float2(thread, 1.0f);
+    for (int round = 0; round < rounds; round++) {
+        if (threadIdx.x < 128) {
+            forth[thread] = mine;
+#if NAMED
+            named_arrive(1, 256), named_sync(2, 256);
+#else
+            barrier_arrive(first), barrier_wait(second, round & 1);
+#endif
+            mine.x += back[thread].y;
+        } else {
+#if NAMED
+            named_sync(1, 256);
+#else
+            barrier_wait(first, round & 1);
+#endif
+            mine.y += forth[thread].x;
+            back[thread] = mine;
+#if NAMED
+            named_arrive(2, 256);
+#else
+            barrier_arrive(second);
+#endif
+        }
+    }
+    out[threadIdx.x] = mine;
+}
+
+// A block's asynchronous copies, then a meeting of the cluster, then its peer's stores to the same place.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) copies_then_peers(const uint4* source, uint4* out, int rounds) {
+    __shared__ uint4 place[128];
+    u32 rank = blockIdx.x % 2, here = shared_address(place + threadIdx.x), there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(1 - rank));
+    uint4 sum = make_uint4(0, 0, 0, 0);
+    for (int round = 0; round < rounds; round++) {
+#if COPIES
+        copy_16(here, source + threadIdx.x, true, keep_policy());
+        wait_for_copies();
+#else
+        place[threadIdx.x] = source[threadIdx.x];
+#endif
+        sum.x += place[threadIdx.x].x;
+        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+        asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(sum.x), "r"(rank), "r"(3), "r"(4) : "memory");
+        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+        sum.y += place[threadIdx.x].y;
+    }
+    out[blockIdx.x * 128 + threadIdx.x] = sum;
+}
