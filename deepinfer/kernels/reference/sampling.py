@@ -11,16 +11,18 @@ Uniform numbers are counter-based, a function of (seed, counter) alone. The mixe
 from __future__ import annotations
 
 from itertools import count
+from math import exp
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, threshold_
 
 from deepinfer.kernels.registry import operation
 
 BLOCK = 128  # a draw finds the block of candidates first, then the candidate in it
 TINY = torch.finfo(torch.float32).tiny
+LOWEST = -87.0  # exp of less is no normal number of float32; no such token is ever drawn
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -85,7 +87,9 @@ def _draw(
         values = logits.gather(1, ids)
     # A temperature that float32 rounds to zero would divide 0 by 0.
     temperature = temperature.clamp_min(TINY).to(logits.dtype)[:, None]
-    weights = (values - largest).div_(temperature).exp_()  # unnormalised; the most likely token weighs 1
+    # Unnormalised: the most likely token weighs 1. A CPU's exp takes many times as long where it underflows.
+    weights = (values - largest).div_(temperature).clamp_min_(LOWEST).exp_()
+    threshold_(weights, 1.1 * exp(LOWEST), 0.0)
     allowed_above = None  # weight of more likely tokens from which on a token lies outside the nucleus
     if bool((top_p < 1).any()):
         share = torch.where(top_p < 1, top_p, torch.inf)[:, None]
