@@ -6,6 +6,7 @@ import torch
 
 from deepinfer.kernels import cpu, registry  # cpu registers its backends
 from deepinfer.kernels.deep_gemm.available import is_available
+from deepinfer.kernels.platform import PLATFORM
 from deepinfer.kernels.reference.attention import rotated_attention, sparse_attention
 from deepinfer.kernels.reference.basic import linear, norm_latents, norm_rope, rms_norm, rope, round_fp8, swiglu
 from deepinfer.kernels.reference.bitmask import apply_token_bitmask
@@ -21,7 +22,7 @@ from deepinfer.kernels.reference.sampling import draw_tokens
 from deepinfer.kernels.reference.speculation import lookup_drafts, verify_tokens
 from deepinfer.kernels.reference.step import decode_plan, entry_slots
 
-if torch.cuda.is_available() and find_spec("triton") is not None:
+if PLATFORM.tilelang_ops_backend == "cuda" and find_spec("triton") is not None:
     from deepinfer.kernels import cuda  # noqa: F401  (registers its backends)
 
 __all__ = [

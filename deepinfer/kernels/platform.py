@@ -9,17 +9,19 @@ import torch
 
 @dataclass(frozen=True)
 class Platform:
-    """tilelang_ops_backend: the subpackage of `tilelang_ops` for it."""
+    """tilelang_ops_backend: "cuda" or "asc", the subpackage of `tilelang_ops` for it; "cpu" has C kernels instead."""
 
     name: str
     tilelang_ops_backend: str
 
 
 def detect() -> Platform:
-    """Ascend where torch_npu has a device, else CUDA, whose kernels can also be lowered without one."""
+    """Ascend where torch_npu has a device, then CUDA, then the CPU alone."""
     if hasattr(torch, "npu") and torch.npu.is_available():
         return Platform("ascend", "asc")
-    return Platform("cuda", "cuda")
+    if torch.cuda.is_available():
+        return Platform("cuda", "cuda")
+    return Platform("cpu", "cpu")
 
 
 PLATFORM = detect()

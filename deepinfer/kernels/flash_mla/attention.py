@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_jit import CompileError
+from deepinfer.kernels.deep_select.top_k import is_hopper
 from deepinfer.kernels.flash_mla.launch import BLOCK_HEADS, HEAD_DIM, ROPE_PAIRS, launch, row_format
 from deepinfer.kernels.reference.cache_rows import RowFormat, latent_format
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = {"bf16": 16, RowFormat.FP8: 16, RowFormat.NVFP4: 16}  # bytes that a thread loads at once
-
-
-@cache
-def _hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def sparse_attention(
@@ -138,7 +134,7 @@ def _formats(
     _, heads, dim = q.shape
     if q.dtype != torch.bfloat16 or dim != HEAD_DIM or heads % BLOCK_HEADS or q.device.type != "cuda":
         return None
-    if not _hopper(q.device.index) or not _aligned(q, 16):
+    if not is_hopper(q.device.index) or not _aligned(q, 16):
         return None
     window = _cache_format(window_cache, window_slots, RowFormat.FP8)
     if window is None:

@@ -2,7 +2,7 @@
 
 Each module of a backend has factories whose names end in `_tl`: sizes that are fixed in a model -> a TileLang function,
 for `tilelang.compile` or `source`. Importing this package needs TileLang and takes the factories of the platform's
-backend. On Hopper the operations run in Triton or CUDA C++; these are the portable ones (docs/kernels.md).
+backend (of `cuda` on a machine with neither, for `source`). On Hopper the operations run in Triton or CUDA C++; these are the portable ones (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from deepinfer.kernels.platform import PLATFORM
 
 TARGETS: dict[str, Any] = {"cuda": {"kind": "cuda", "arch": "sm_90"}, "asc": "ascend"}
 
-_package = importlib.import_module(f"{__package__}.{PLATFORM.tilelang_ops_backend}")
+BACKEND = "asc" if PLATFORM.tilelang_ops_backend == "asc" else "cuda"
+_package = importlib.import_module(f"{__package__}.{BACKEND}")
 for _info in pkgutil.iter_modules(_package.__path__):
     _module = importlib.import_module(f"{_package.__name__}.{_info.name}")
     for _name, _factory in vars(_module).items():
@@ -25,7 +26,7 @@ for _info in pkgutil.iter_modules(_package.__path__):
             globals()[_name] = _factory
 
 
-def source(function: Any, backend: str = PLATFORM.tilelang_ops_backend) -> str:
+def source(function: Any, backend: str = BACKEND) -> str:
     """CUDA C++ or AscendC of what a factory made; needs neither a device nor its compiler."""
     target = tilelang.tvm.target.Target(TARGETS[backend])
     with target:
