@@ -182,7 +182,7 @@ def mask_seconds(automaton: Automaton, num_words: int, seed: int) -> float:
         seconds, steps = seconds + time.perf_counter() - start, steps + 1
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
         token_id = int(rng.choice(allowed))
-        if token_id == 1 or not automaton.accept(token_id):
+        if token_id == 1 or not automaton.accept((token_id,)):
             break
     return seconds / steps
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 
 from deepinfer.sampling.types import SampledSequence
-from deepinfer.structured.matcher import EVERYTHING, fill_next
+from deepinfer.structured.matcher import EVERYTHING, fill_masks
 
 
 def token_bitmask(sequences: Sequence[SampledSequence], vocab_size: int) -> np.ndarray | None:
@@ -15,16 +17,24 @@ def token_bitmask(sequences: Sequence[SampledSequence], vocab_size: int) -> np.n
 
     A sequence with drafts fills the rows behind its own, too: row j of it allows what may come behind drafts[:j].
     """
-    constrained = [(row, seq.constraint) for row, seq in enumerate(sequences) if seq.constraint is not None]
-    if not constrained:
+    wanted = [(seq.constraint, row, seq.drafts) for row, seq in enumerate(sequences) if seq.constraint is not None]
+    if not wanted:
         return None
     mask = np.full((len(sequences), (vocab_size + 31) // 32), EVERYTHING, np.int32)
-    plain = []
-    for row, constraint in constrained:
-        drafts = sequences[row].drafts
-        if drafts:
-            constraint.fill_masks(drafts, mask[row : row + 1 + len(drafts)])
-        else:
-            plain.append((constraint, row))
-    fill_next(plain, mask)
+    fill_masks(wanted, mask)
     return mask
+
+
+def start_token_bitmask(sequences: Sequence[SampledSequence], vocab_size: int) -> Future[np.ndarray | None] | None:
+    """`token_bitmask` in a thread of its own, while the model runs. Nobody touches the matchers before it is done.
+
+    None if no row has a constraint.
+    """
+    if all(seq.constraint is None for seq in sequences):
+        return None
+    return _thread().submit(token_bitmask, sequences, vocab_size)
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "deepinfer-masks")

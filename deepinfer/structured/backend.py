@@ -17,8 +17,8 @@ BACKENDS = ("llguidance", "xgrammar")
 class Automaton(Protocol):
     """Where one sequence is in its grammar. A bit of a mask is a token id, from the lowest bit of word 0 on."""
 
-    def accept(self, token_id: int) -> bool:
-        """Take a token in; False, and nothing changed that matters, if the grammar forbids it."""
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Take tokens in, up to the first that the grammar forbids; -> how many they were."""
         ...
 
     def fill_mask(self, row: np.ndarray) -> None:
@@ -57,8 +57,14 @@ class Backend(Protocol):
         """
         ...
 
-    def fill_masks(self, automata: Sequence[Any], rows: Sequence[int], bitmask: np.ndarray) -> list[tuple[int, str]]:
-        """`fill_mask` of several, in parallel where possible: automaton i writes row rows[i] of int32 [R, W].
+    def accept(self, automata: Sequence[Any], token_ids: Sequence[Sequence[int]]) -> list[int]:
+        """`accept` of several, in parallel where possible; one that is given a forbidden token is of no further use."""
+        ...
+
+    def fill_masks(
+        self, automata: Sequence[Any], drafts: Sequence[Sequence[int]], rows: Sequence[int], bitmask: np.ndarray
+    ) -> list[tuple[int, str]]:
+        """`fill_behind` of several, in parallel where possible: automaton i from row rows[i] of int32 [R, W] on.
 
         Returns (i, reason) of those that failed.
         """
@@ -67,6 +73,21 @@ class Backend(Protocol):
 
 class GrammarError(Exception):
     """A grammar that became too complex while it was used."""
+
+
+def fill_behind(automaton: Automaton, drafts: Sequence[int], bitmask: np.ndarray) -> None:
+    """Masks int32 [1 + len(drafts), W]: row 0 of the next token, row j of the one behind drafts[:j], if it is allowed.
+
+    The automaton is where it was on return. Raises GrammarError.
+    """
+    automaton.fill_mask(bitmask[0])
+    num_accepted = 0
+    for draft, row in zip(drafts, bitmask[1:], strict=True):
+        if not automaton.accept((draft,)):
+            break
+        num_accepted += 1
+        automaton.fill_mask(row)
+    automaton.rollback(num_accepted)
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> Backend:

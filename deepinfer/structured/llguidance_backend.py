@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ _LIMITS: dict[str, Any] = {
     "max_lexer_states": 100_000,
     "verbose_errors": False,  # they would tell the log what the output is
 }
-MASK_THREADS = 2
+MOST_THREADS = 8  # that fill masks
 
 
 class LLGuidanceBackend:
@@ -34,7 +35,7 @@ class LLGuidanceBackend:
             wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids) or None
         )
         self._limits = llguidance.LLParserLimits(**_LIMITS)
-        self._executor = llguidance.LLExecutor(MASK_THREADS)
+        self._executor = llguidance.LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
         self._num_words = vocabulary.num_words
 
     def compile(self, constraint: Constraint, run: Run = at_once) -> LLGuidanceGrammar:
@@ -51,13 +52,29 @@ class LLGuidanceBackend:
             raise ValueError("so_args.schema: no output satisfies it")
         return LLGuidanceGrammar(matcher)
 
+    def accept(self, automata: Sequence[LLGuidanceAutomaton], token_ids: Sequence[Sequence[int]]) -> list[int]:
+        if any(len(tokens) != 1 for tokens in token_ids):
+            return [automaton.accept(tokens) for automaton, tokens in zip(automata, token_ids, strict=True)]
+        pairs = [(automaton.matcher, tokens[0]) for automaton, tokens in zip(automata, token_ids, strict=True)]
+        return list(map(int, self._executor.consume_token_par(pairs)))
+
     def fill_masks(
-        self, automata: Sequence[LLGuidanceAutomaton], rows: Sequence[int], bitmask: np.ndarray
+        self,
+        automata: Sequence[LLGuidanceAutomaton],
+        drafts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        bitmask: np.ndarray,
     ) -> list[tuple[int, str]]:
-        pairs = [(automaton.matcher, row) for automaton, row in zip(automata, rows, strict=True)]
+        matchers = [automaton.matcher for automaton in automata]
         num_rows, num_words = bitmask.shape
-        self._executor.unsafe_compute_mask_ptr(pairs, bitmask.ctypes.data, 4 * num_words, num_rows)
-        return [(i, _reason(a.matcher)) for i, a in enumerate(automata) if a.matcher.is_error()]
+        target = (bitmask.ctypes.data, 4 * num_words, num_rows)
+        if any(drafts):
+            ahead = [(m, row, list(tokens)) for m, row, tokens in zip(matchers, rows, drafts, strict=True) if tokens]
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(ahead, *target)
+        alone = [(m, row) for m, row, tokens in zip(matchers, rows, drafts, strict=True) if not tokens]
+        if alone:
+            self._executor.unsafe_compute_mask_ptr(alone, *target)
+        return [(i, _reason(matcher)) for i, matcher in enumerate(matchers) if matcher.is_error()]
 
 
 class LLGuidanceGrammar:
@@ -74,9 +91,9 @@ class LLGuidanceAutomaton:
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self.matcher = matcher
 
-    def accept(self, token_id: int) -> bool:
+    def accept(self, token_ids: Sequence[int]) -> int:
         # try_consume leaves the matcher usable where consume would break it.
-        return self.matcher.try_consume_tokens([token_id]) == 1
+        return self.matcher.try_consume_tokens(list(token_ids))
 
     def fill_mask(self, row: np.ndarray) -> None:
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from deepinfer.structured.backend import Automaton, Backend, CompiledGrammar, GrammarError
+from deepinfer.structured.backend import Automaton, Backend, CompiledGrammar, GrammarError, fill_behind
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.vocabulary import Vocabulary
 
@@ -43,22 +43,23 @@ class Matcher:
     A matcher that has `failed` allows nothing any more: its sequence ends with an error, which `failed` is.
     """
 
-    __slots__ = ("grammar", "failed", "_trigger", "_bound", "_recent", "_forced", "_automaton", "_free")
+    __slots__ = ("grammar", "_failed", "_trigger", "_bound", "_recent", "_forced", "_automaton", "_unread", "_free")
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
-        self.failed: str | None = None
+        self._failed: str | None = None
         self._trigger = grammar.constraint.trigger_token_ids
         self._bound = grammar.constraint.bound_token_id
         self._recent: tuple[int, ...] = ()  # the latest tokens of free generation, as many as the trigger has
         self._forced: int | None = None  # how much of the trigger is written, behind the bound token
         self._free = bool(self._trigger)
         self._automaton: Automaton = grammar.compiled.automaton()
+        self._unread: list[int] = []  # accepted tokens that the automaton does not know yet
 
     @property
-    def automaton(self) -> Automaton | None:
-        """What decides on the next token; None while that is not the grammar."""
-        return None if self._free or self.failed else self._automaton
+    def failed(self) -> str | None:
+        _catch_up([self])
+        return self._failed
 
     def accept(self, token_id: int) -> None:
         """Take in a token of the sequence. One that was not allowed makes the matcher fail."""
@@ -66,8 +67,8 @@ class Matcher:
             return  # the sequence is over
         if self._free:
             self._accept_free(token_id)
-        elif self.failed is None and not self._automaton.accept(token_id):
-            self.fail(f"token {token_id} is not allowed here")
+        elif self._failed is None:
+            self._unread.append(token_id)
 
     def _accept_free(self, token_id: int) -> None:
         if self._forced is not None:
@@ -82,51 +83,83 @@ class Matcher:
 
     def fail(self, reason: str) -> None:
         logger.error("a grammar failed: %s", reason)
-        self.failed = STRUCTURED_OUTPUT + reason
+        self._failed = STRUCTURED_OUTPUT + reason
 
     def fill_masks(self, drafts: Sequence[int], rows: np.ndarray) -> None:
-        """Masks int32 [1 + len(drafts), W]: row 0 of the next token, row j of the one behind drafts[:j].
+        """`fill_masks` of this matcher alone, into int32 [1 + len(drafts), W]."""
+        fill_masks([(self, 0, drafts)], rows)
 
-        Behind a draft that is not allowed, or ends the sequence, rows are all ones: nobody will use them. Nothing has
-        changed on return.
-        """
-        self._fill(rows[0])
-        if not drafts:
-            return
-        rows[1:] = EVERYTHING
+    def _fill_free(self, drafts: Sequence[int], rows: np.ndarray) -> None:
+        """From a place where the tokens are not the grammar's business; behind the drafts they may be."""
         before = (self._recent, self._forced, self._free)
-        num_accepted = 0
-        for draft, row, behind in zip(drafts, rows[:-1], rows[1:], strict=True):
-            is_allowed = row[draft >> 5] >> (draft & 31) & 1
-            if self.failed or not is_allowed or draft in self.grammar.eos_token_ids:
+        for position, row in enumerate(rows):
+            if not self._free:
+                try:
+                    fill_behind(self._automaton, drafts[position:], rows[position:])
+                except GrammarError as error:
+                    self.fail(str(error))
                 break
-            if self._free:
-                self._accept_free(draft)
-            elif self._automaton.accept(draft):
-                num_accepted += 1
+            if self._forced is None:
+                row[:] = self.grammar.free_row
             else:
+                row[:] = 0
+                _set(row, self._trigger[self._forced])
+            if position == len(drafts) or not _allows(row, drafts[position]):
                 break
-            self._fill(behind)
-        try:
-            self._automaton.rollback(num_accepted)
-        except GrammarError as error:
-            self.fail(str(error))
+            self._accept_free(drafts[position])
         self._recent, self._forced, self._free = before
 
-    def _fill(self, row: np.ndarray) -> None:
-        if self.failed:
-            row[:] = 0
-        elif not self._free:
-            try:
-                self._automaton.fill_mask(row)
-            except GrammarError as error:
-                row[:] = 0
-                self.fail(str(error))
-        elif self._forced is None:
-            row[:] = self.grammar.free_row
+
+def fill_masks(wanted: Sequence[tuple[Matcher, int, Sequence[int]]], bitmask: np.ndarray) -> None:
+    """Masks of the next token of each matcher and of those behind its drafts, grammars in parallel.
+
+    (matcher, r, drafts) fills row r of int32 [R, W] for the next token and row r + j for the one behind drafts[:j].
+    Behind a draft that is not allowed, or ends the sequence, rows are all ones: nobody will use them. All matchers are
+    where they were on return.
+    """
+    _catch_up([matcher for matcher, _, _ in wanted])
+    active = []
+    for matcher, row, drafts in wanted:
+        if drafts:
+            bitmask[row + 1 : row + 1 + len(drafts)] = EVERYTHING
+            drafts = _before_end(drafts, matcher.grammar.eos_token_ids)
+        if matcher._failed:
+            bitmask[row] = 0
+        elif matcher._free:
+            matcher._fill_free(drafts, bitmask[row : row + 1 + len(drafts)])
         else:
-            row[:] = 0
-            _set(row, self._trigger[self._forced])
+            active.append((matcher, row, drafts))
+    if not active:
+        return
+    matchers, rows, all_drafts = zip(*active, strict=True)
+    backend = matchers[0].grammar.backend
+    for number, reason in backend.fill_masks([m._automaton for m in matchers], all_drafts, rows, bitmask):
+        matchers[number].fail(reason)
+        bitmask[rows[number]] = 0
+
+
+def _before_end(drafts: Sequence[int], eos_token_ids: Collection[int]) -> Sequence[int]:
+    for number, draft in enumerate(drafts):
+        if draft in eos_token_ids:
+            return drafts[:number]
+    return drafts
+
+
+def _catch_up(matchers: Sequence[Matcher]) -> None:
+    """Let the automata read what was accepted since the last mask."""
+    behind = [matcher for matcher in matchers if matcher._unread]
+    if not behind:
+        return
+    unread = [matcher._unread for matcher in behind]
+    counts = behind[0].grammar.backend.accept([matcher._automaton for matcher in behind], unread)
+    for matcher, token_ids, count in zip(behind, unread, counts, strict=True):
+        matcher._unread = []
+        if count < len(token_ids):
+            matcher.fail(f"token {token_ids[count]} is not allowed here")
+
+
+def _allows(row: np.ndarray, token_id: int) -> bool:
+    return bool(row[token_id >> 5] >> (token_id & 31) & 1)
 
 
 def _set(row: np.ndarray, token_id: int) -> None:
@@ -135,22 +168,3 @@ def _set(row: np.ndarray, token_id: int) -> None:
 
 def _clear(row: np.ndarray, token_id: int) -> None:
     row.view(np.uint32)[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
-
-
-def fill_next(matchers: Sequence[tuple[Matcher, int]], bitmask: np.ndarray) -> None:
-    """Write the mask of the next token of each matcher into its row of int32 [R, W]; grammars work in parallel."""
-    active = []
-    for matcher, row in matchers:
-        if matcher.automaton is None:
-            matcher.fill_masks((), bitmask[row : row + 1])
-        else:
-            active.append((matcher, row))
-    if len(active) == 1:
-        active[0][0].fill_masks((), bitmask[active[0][1] :])
-    elif active:
-        backend = active[0][0].grammar.backend
-        failures = backend.fill_masks([m.automaton for m, _ in active], [row for _, row in active], bitmask)
-        for number, reason in failures:
-            matcher, row = active[number]
-            matcher.fail(reason)
-            bitmask[row] = 0

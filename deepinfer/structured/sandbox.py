@@ -117,7 +117,7 @@ def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: s
                 raise ValueError("so_args.schema is too complex: it would slow down every step")
             allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
             token_id = int(allowed[len(allowed) // 2]) if len(allowed) else eos[0]
-            if token_id in eos or not automaton.accept(token_id):
+            if token_id in eos or not automaton.accept((token_id,)):
                 break
 
     def judge(line: bytes) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from deepinfer.structured.backend import Automaton, GrammarError, Run, at_once
+from deepinfer.structured.backend import Automaton, GrammarError, Run, at_once, fill_behind
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.json_schema import bounded, read_schema
 from deepinfer.structured.lark import ANY_OBJECT, read_choices
@@ -78,11 +78,28 @@ class XGrammarBackend:
     def _compile_tag(self, node: dict[str, Any]) -> Any:
         return self._compiler.compile_structural_tag({"type": "structural_tag", "format": _tag(node)})
 
+    def accept(self, automata: Sequence[XGrammarAutomaton], token_ids: Sequence[Sequence[int]]) -> list[int]:
+        return [automaton.accept(tokens) for automaton, tokens in zip(automata, token_ids, strict=True)]
+
     def fill_masks(
-        self, automata: Sequence[XGrammarAutomaton], rows: Sequence[int], bitmask: np.ndarray
+        self,
+        automata: Sequence[XGrammarAutomaton],
+        drafts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        bitmask: np.ndarray,
     ) -> list[tuple[int, str]]:
-        self._batch.batch_fill_next_token_bitmask([automaton.matcher for automaton in automata], bitmask, list(rows))
-        return []
+        alone = [i for i, tokens in enumerate(drafts) if not tokens]
+        if alone:
+            matchers = [automata[i].matcher for i in alone]
+            self._batch.batch_fill_next_token_bitmask(matchers, bitmask, [rows[i] for i in alone])
+        failures = []
+        for i, tokens in enumerate(drafts):
+            if tokens:
+                try:
+                    fill_behind(automata[i], tokens, bitmask[rows[i] : rows[i] + 1 + len(tokens)])
+                except GrammarError as error:
+                    failures.append((i, str(error)))
+        return failures
 
 
 class XGrammarGrammar:
@@ -99,8 +116,11 @@ class XGrammarAutomaton:
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
 
-    def accept(self, token_id: int) -> bool:
-        return bool(self.matcher.accept_token(token_id))
+    def accept(self, token_ids: Sequence[int]) -> int:
+        for count, token_id in enumerate(token_ids):
+            if not self.matcher.accept_token(token_id):
+                return count
+        return len(token_ids)
 
     def fill_mask(self, row: np.ndarray) -> None:
         try:

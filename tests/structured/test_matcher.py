@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.structured.matcher import EVERYTHING, Matcher, fill_next
+from deepinfer.structured.matcher import EVERYTHING, Matcher, fill_masks
 from tests.structured.grammars import EOS, allowed, compiled, feed, tokenizer, vocabulary
 
 SCHEMA = json.dumps(
@@ -76,17 +76,29 @@ def test_drafts_are_checked_and_taken_back(case: int, seed: int, before: int, co
     assert allowed(matcher) == allowed(unchanged) and matcher.failed is None
 
 
-def test_many_rows_are_filled_like_one() -> None:
-    matchers = []
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_many_rows_are_filled_like_one(ahead: int) -> None:
+    """Matchers in all phases side by side, some with drafts; tokens were accepted one and several at a time."""
+    wanted, alone = [], []
     for number in range(12):
-        matcher = compiled(CASES[number % len(CASES)]).matcher()
-        advance(matcher, random.Random(number), number)
-        matchers.append((matcher, 2 * number))
-    mask = np.full((24, WORDS), EVERYTHING, np.int32)
-    fill_next(matchers, mask)
-    for matcher, row in matchers:
-        assert bits(mask[row]) == allowed(matcher)
-        assert (mask[row + 1] == EVERYTHING).all()
+        grammar, rng = compiled(CASES[number % len(CASES)]), random.Random(number)
+        matcher, twin = grammar.matcher(), grammar.matcher()
+        history = advance(twin, rng, number)
+        for token_id in history:
+            matcher.accept(token_id)
+        further = grammar.matcher()
+        assert feed(further, history)
+        drafts = advance(further, rng, ahead * (number % 2))
+        wanted.append((matcher, 5 * number, drafts))
+        rows = np.zeros((1 + len(drafts), WORDS), np.int32)
+        twin.fill_masks(drafts, rows)
+        alone.append(rows)
+    mask = np.full((60, WORDS), EVERYTHING, np.int32)
+    fill_masks(wanted, mask)
+    for (matcher, first, drafts), rows in zip(wanted, alone, strict=True):
+        assert bits(mask[first]) == allowed(matcher) == bits(rows[0])
+        assert (mask[first : first + 1 + len(drafts)] == rows).all()
+        assert (mask[first + 1 + len(drafts) : first + 5] == EVERYTHING).all()
 
 
 def test_free_generation_lasts_until_the_trigger() -> None:
@@ -123,7 +135,7 @@ def test_a_token_that_was_not_allowed_makes_it_fail_once_and_for_all() -> None:
     matcher.accept(tokenizer().encode_text("b")[0])
     assert matcher.failed and "not allowed" in matcher.failed and allowed(matcher) == set()
     mask = np.full((2, WORDS), EVERYTHING, np.int32)
-    fill_next([(matcher, 1)], mask)
+    fill_masks([(matcher, 1, ())], mask)
     assert not mask[1].any() and (mask[0] == EVERYTHING).all()
 
 
@@ -140,6 +152,6 @@ def test_a_grammar_that_becomes_too_complex_fails_alone(monkeypatch: pytest.Monk
     fine = compiled({"schema_type": "regex", "schema": "a+"}).matcher()
     assert feed(complex_one, tokenizer().encode_text("{")[:1])
     mask = np.full((2, WORDS), EVERYTHING, np.int32)
-    fill_next([(complex_one, 0), (fine, 1)], mask)
+    fill_masks([(complex_one, 0, ()), (fine, 1, ())], mask)
     assert complex_one.failed and not mask[0].any()
     assert bits(mask[1]) == allowed(fine)

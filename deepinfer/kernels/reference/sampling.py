@@ -16,7 +16,7 @@ from math import exp
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, threshold_
+from torch.nn.functional import pad
 
 from deepinfer.kernels.registry import operation
 
@@ -89,7 +89,7 @@ def _draw(
     temperature = temperature.clamp_min(TINY).to(logits.dtype)[:, None]
     # Unnormalised: the most likely token weighs 1. A CPU's exp takes many times as long where it underflows.
     weights = (values - largest).div_(temperature).clamp_min_(LOWEST).exp_()
-    threshold_(weights, 1.1 * exp(LOWEST), 0.0)
+    torch.threshold_(weights, 1.1 * exp(LOWEST), 0.0)
     allowed_above = None  # weight of more likely tokens from which on a token lies outside the nucleus
     if bool((top_p < 1).any()):
         share = torch.where(top_p < 1, top_p, torch.inf)[:, None]
