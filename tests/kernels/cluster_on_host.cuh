@@ -55,6 +55,8 @@ static Index threadIdx, blockIdx;
 static float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
 static u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
 static float fast_exp(float x) { return std::exp(x); }
+static float fast_log2(float x) { return std::log2(x); }
+static float larger_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
 static float fast_reciprocal(float x) { return 1 / x; }
 static float fast_sqrt(float x) { return std::sqrt(x); }
 

@@ -12,15 +12,18 @@ from torch import Tensor
 from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.cuda.formats import (
     FP8,
+    INTERPRETED,
     KINDS,
     PLAIN,
     e2m1_code_over,
+    e2m1_pairs_over,
     e2m1_value,
     e4m3_byte,
     e4m3_value,
     group_scale,
     load_cache_rows,
     over_power,
+    pair_scale,
 )
 from deepinfer.kernels.reference import basic, cache_rows  # noqa: F401  (define the operations)
 from deepinfer.kernels.reference.cache_rows import RowFormat
@@ -55,16 +58,24 @@ def _store(
     cache, slots, values, values_stride, count, page_size, page_stride, row_stride, dim,
     KIND: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows a program; a line of the tile is a group of one of them."""
+    """ROWS rows a program; a line of the tile is a group of one of them. Values may be BF16 pairs in words of int32."""
     line = tl.arange(0, ROWS * GROUPS)
     row = tl.program_id(0) * ROWS + line // GROUPS
     group = line % GROUPS
     alive = (row < count) & (group * GROUP < dim)
     target = _row_start(cache, slots, row, alive, page_size, page_stride, row_stride)
     target = tl.multiple_of(target, ALIGN)
+    source = values + row.to(tl.int64)[:, None] * values_stride
+    pair = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+    if values.dtype.element_ty == tl.int32:
+        pairs = tl.load(source + pair, mask=alive[:, None], other=0)
+        byte, scale = pair_scale(pairs, KIND)
+        tl.store(target + dim // 2 + group, byte.to(tl.uint8), mask=alive)
+        tl.store(target[:, None] + pair, e2m1_pairs_over(pairs, scale), mask=alive[:, None])
+        return
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = alive[:, None] & (at < dim)
-    x = tl.load(values + row.to(tl.int64)[:, None] * values_stride + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     if KIND == PLAIN:
         tl.store(target[:, None] + at, x.to(cache.dtype.element_ty), mask=inside)
     else:
@@ -75,7 +86,6 @@ def _store(
             tl.store(target[:, None] + at, e4m3_byte(over_power(x, byte)), mask=inside)
         else:
             low, high = tl.split(tl.reshape(e2m1_code_over(x, scale), (ROWS * GROUPS, GROUP // 2, 2)))
-            pair = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
             tl.store(target[:, None] + pair, (low | (high << 4)).to(tl.uint8), mask=alive[:, None])
 
 
@@ -88,11 +98,19 @@ def store_rows(cache: Tensor, slots: Tensor, values: Tensor, row_format: RowForm
         values = values.contiguous()
     n, groups = values.shape[0], triton.next_power_of_2(triton.cdiv(dim, group))
     rows = rows_of_a_program(n, groups * group)
+    if row_format is not RowFormat.FP8 and kind and has_pairs(values):
+        values = values.view(torch.int32)
     _store[(triton.cdiv(n, rows),)](
         cache, slots.contiguous(), values, values.stride(0), n, cache.shape[1], cache.stride(0), cache.stride(1), dim,
         KIND=kind, ALIGN=alignment(cache), ROWS=rows, GROUPS=groups, GROUP=group, num_warps=2 if rows == 1 else 4,
     )  # fmt: skip
     return None
+
+
+def has_pairs(x: Tensor) -> bool:
+    """Whether a kernel may read BF16 numbers two at a time, in words of 4 bytes."""
+    even = x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+    return x.dtype is torch.bfloat16 and even and not INTERPRETED.value
 
 
 def rows_of_a_program(n: int, width: int) -> int:

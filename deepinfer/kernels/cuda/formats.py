@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deepinfer.kernels.cuda.fp4_assembly import e2m1_pairs_assembly
 from deepinfer.kernels.reference.cache_rows import RowFormat
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # no assembly then
@@ -66,12 +67,9 @@ def _ceil_log2_byte(x):
 
 
 @triton.jit
-def group_scale(x, KIND: tl.constexpr):
-    """x float32 [groups, size] -> scale bytes int32 [groups] and the scales float32 [groups]."""
-    size = tl.where(x != x, float("inf"), tl.abs(x))
-    largest = tl.max(size, axis=1)
+def scale_for(largest, is_nan, KIND: tl.constexpr):
+    """Scale bytes int32 and scales float32 of groups whose largest size is `largest` (inf where `is_nan`)."""
     if KIND == NVFP4:
-        is_nan = tl.max((x != x).to(tl.int32), axis=1) > 0
         byte = e4m3_byte(tl.div_rn(tl.maximum(largest, 0.01171875), 6.0)).to(tl.int32)
         byte = tl.where(is_nan, 0x7F, byte)
         scale = tl.where(is_nan, float("nan"), e4m3_value(byte.to(tl.uint8)))
@@ -82,6 +80,38 @@ def group_scale(x, KIND: tl.constexpr):
             byte = _ceil_log2_byte(tl.div_rn(tl.maximum(largest, 7.052966104933725e-38), 6.0))
         scale = e8m0_value(byte)
     return byte, scale
+
+
+@triton.jit
+def group_scale(x, KIND: tl.constexpr):
+    """x float32 [groups, size] -> scale bytes int32 [groups] and the scales float32 [groups]."""
+    largest = tl.max(tl.where(x != x, float("inf"), tl.abs(x)), axis=1)
+    if KIND == NVFP4:
+        is_nan = tl.max((x != x).to(tl.int32), axis=1) > 0
+    else:
+        is_nan = largest < 0  # their scale of infinity is NaN
+    return scale_for(largest, is_nan, KIND)
+
+
+@triton.jit
+def pair_scale(pairs, KIND: tl.constexpr):
+    """`group_scale` of BF16 pairs in words int32 [groups, size / 2]: the bits of numbers order as their sizes do."""
+    largest = tl.max(tl.maximum(pairs & 0x7FFF, (pairs >> 16) & 0x7FFF), axis=1)
+    size = (tl.minimum(largest, 0x7F80) << 16).to(tl.float32, bitcast=True)
+    return scale_for(size, largest > 0x7F80, KIND)
+
+
+_E2M1_PAIRS = tl.constexpr(e2m1_pairs_assembly())
+
+
+@triton.jit
+def e2m1_pairs_over(pairs, scale):
+    """`e2m1_code_over` of BF16 pairs in words int32 [groups, size / 2]: a byte for each. Not interpreted."""
+    bits = (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    twice = tl.broadcast_to((bits | (bits << 16))[:, None], pairs.shape)
+    return tl.inline_asm_elementwise(
+        _E2M1_PAIRS, "=r,r,r,r,r,r,r,r,r", [pairs, twice], dtype=tl.uint8, is_pure=True, pack=4
+    )
 
 
 @triton.jit

@@ -115,6 +115,20 @@ DEVICE float fast_exp(float x) {
     return result;
 }
 
+// Within 2^-22, absolute between 1/2 and 2, else relative.
+DEVICE float fast_log2(float x) {
+    float result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+// NaN if one of them is.
+DEVICE float larger_or_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
 DEVICE float fast_reciprocal(float x) {
     float result;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

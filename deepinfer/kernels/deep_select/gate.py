@@ -16,7 +16,7 @@ from deepinfer.kernels.deep_select.top_k import is_hopper
 logger = logging.getLogger(__name__)
 
 WARPS = 8  # rows of a block at a time
-SHARED_BYTES = WARPS * 32 * 8
+SHARED_BYTES = WARPS * 32 * 4
 LARGEST_K, MOST_EXPERTS = 32, 1024
 
 

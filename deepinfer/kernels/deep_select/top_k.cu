@@ -1,8 +1,9 @@
 // Exact top-k of rows of floats, by one cluster of CLUSTER blocks a row.
 //
-// A row is read once, from memory at full speed, and stays in registers as the leading 16 bits of its values. The largest
-// of each thread's values go to all blocks of the cluster: the k-th largest of those is a lower bound of the k-th largest
-// value, and a close one. The few values above it (the candidates) go to one block of the cluster, the leader. It finds
+// A row is read once, from memory at full speed, and stays in registers as the leading 16 bits of its values. As soon as
+// a block has read its part it finds a bound that k / CLUSTER of its threads' largest values reach; the least of the
+// blocks' bounds is a lower bound of the k-th largest value, and a close one. The few values above it (the candidates) go
+// to one block of the cluster, the leader. It finds
 // the last one that is chosen by a histogram and a comparison of those in one bin, marks the chosen ones in a bitmap of
 // the row and writes their positions in ascending order. Of equal values the first are chosen, -inf and NaN never.
 // Pieces of 256 values are dealt to the blocks in turn, so that the scores of a short context, or a cluster of large
@@ -45,8 +46,8 @@ struct Shared {
     u32 counts[CLUSTER];  // candidates of each block
     u32 count;            // of this block
     u32 overflow;         // of any block's list
-    u32 searcher;         // warp that finds the bound
-    u32 bound, most;      // leading ordered bits: of the lower bound, of the largest value
+    u32 searcher;         // warp that finds this block's bound
+    u32 bounds[CLUSTER];  // of each block; times 65536 its largest value: leading ordered bits
     u32 digit, above, inside, found;
     u32 close;
     u32 last_key, last_position;  // of the chosen ones
@@ -96,40 +97,32 @@ DEVICE void load_chunk(const Params& p, const u8* row, int chunk, u32 rank, u32 
     }
 }
 
-// A bound that at least `wanted` of the maxima reach, and not many more if they differ; s.most. Maxima are two a word,
-// 0x8000 + key / 2, 1024 words a warp. By one warp or (EVERY) by all.
-template <bool EVERY>
-DEVICE u32 find_bound(const u32* maxima, u32 wanted, Shared& s) {
-    const uint4* words = reinterpret_cast<const uint4*>(maxima) + (EVERY ? threadIdx.x : threadIdx.x % 32);
-    const int stride = EVERY ? THREADS : 32;
-    u32 least = 0x8000, most = 0xFFFF;
-    if (!EVERY) {
-        least = 0xFFFFFFFFu, most = 0;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            uint4 word = words[i * stride];
-            least = __vminu2(__vminu2(least, word.x), __vminu2(word.y, __vminu2(word.z, word.w)));
-            most = __vmaxu2(__vmaxu2(most, word.x), __vmaxu2(word.y, __vmaxu2(word.z, word.w)));
-        }
-        least = __reduce_min_sync(0xFFFFFFFFu, min(least & 0xFFFF, least >> 16));
-        most = __reduce_max_sync(0xFFFFFFFFu, max(most & 0xFFFF, most >> 16));
+// A bound that at least `wanted` of this block's maxima reach, and not many more if they differ; times 65536 the key of
+// the largest. Maxima are two a word, 0x8000 + key / 2; by one warp.
+DEVICE u32 find_bound(const u32* maxima, int vectors, u32 wanted) {
+    const uint4* words = reinterpret_cast<const uint4*>(maxima) + threadIdx.x % 32;
+    u32 least = 0xFFFFFFFFu, most = 0;
+    for (int i = 0; i < vectors; i++) {
+        uint4 word = words[i * 32];
+        least = __vminu2(__vminu2(least, word.x), __vminu2(word.y, __vminu2(word.z, word.w)));
+        most = __vmaxu2(__vmaxu2(most, word.x), __vmaxu2(word.y, __vmaxu2(word.z, word.w)));
     }
-    s.most = (most & 0x7FFF) << 1 | 1;
+    least = __reduce_min_sync(0xFFFFFFFFu, min(least & 0xFFFF, least >> 16));
+    most = __reduce_max_sync(0xFFFFFFFFu, max(most & 0xFFFF, most >> 16));
     // Enough maxima reach low (checked first), too few reach high.
     u32 low = max(least & 0x7FFF, LOWEST / 2 + 1), high = (most & 0x7FFF) + 1;
+    most = (most & 0x7FFF) << 1 | 1;
     bool first = true;
     while (first || high - low > 1) {
         u32 middle = first ? low : low + (high - low) / 2;
         u32 twice = middle << 16 | middle, count = 0;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            uint4 word = words[i * stride];
+        for (int i = 0; i < vectors; i++) {
+            uint4 word = words[i * 32];
             count += (word.x - twice >> 15 & 0x00010001) + (word.y - twice >> 15 & 0x00010001);
             count += (word.z - twice >> 15 & 0x00010001) + (word.w - twice >> 15 & 0x00010001);
         }
         count = __reduce_add_sync(0xFFFFFFFFu, (count & 0xFFFF) + (count >> 16));
-        if (EVERY) count = block_sum(count, s);
-        if (first && count < wanted) return LOWEST + 1;  // all that are above -inf
+        if (first && count < wanted) return most << 16 | LOWEST + 1;  // all that are above -inf
         first = false;
         if (count < wanted) {
             high = middle;
@@ -138,7 +131,7 @@ DEVICE u32 find_bound(const u32* maxima, u32 wanted, Shared& s) {
             if (count <= wanted + wanted / 8) break;
         }
     }
-    return low << 1;
+    return most << 16 | low << 1;
 }
 
 // BODY sees every candidate (key, position) `one`, in the leader: a warp takes the list of a block. The first of each
@@ -163,9 +156,10 @@ struct Own {
 
 // s.last_key and s.last_position of `wanted` candidates in the order of their keys, equal ones in that of positions.
 DEVICE void find_last(
-    const Params& p, const uint2 (&held)[HELD], const Own& own, u32 wanted, u32* bins, uint2* close, Shared& s
+    const Params& p, const uint2 (&held)[HELD], const Own& own, u32 wanted, u32 bound, u32 most, u32* bins,
+    uint2* close, Shared& s
 ) {
-    u32 base = s.bound << (16 - SHIFT), range = ((s.most - s.bound + 1) << (16 - SHIFT)) - 1;
+    u32 base = bound << (16 - SHIFT), range = ((most - bound + 1) << (16 - SHIFT)) - 1;
     int shift = max(22 - __clz(range), 0);
     FOR_EACH_CANDIDATE(atomicAdd(&bins[(one.x >> SHIFT) - base >> shift], 1u);)
     __syncthreads();
@@ -218,7 +212,7 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     uint2* lists = reinterpret_cast<uint2*>(memory + (sizeof(Shared) + 15) / 16 * 16);  // (key, position) by block
     u16* maxima = reinterpret_cast<u16*>(lists + CLUSTER * p.list);
     u32* bins = reinterpret_cast<u32*>(maxima);  // once the bound is known
-    u32* positions = bins + max(CLUSTER * num_maxima / 2, BINS);  // of this block's candidates
+    u32* positions = bins + max(num_maxima / 2, BINS);  // of this block's candidates
     uint2* close = reinterpret_cast<uint2*>(positions);  // once they are sent
     u32* bitmap = positions + max(p.list, 2 * CLOSE);
     int thread = threadIdx.x;
@@ -249,33 +243,32 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
 #pragma unroll
         for (int i = 0; i < 4 * VECTORS; i++) largest[i / 4] = larger_bf16(largest[i / 4], pairs[i]);
     }
-    cluster_wait();
-    u32 target = shared_address(maxima + rank * num_maxima + thread);
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (!p.fine && v + 1 < VECTORS) {
             largest[v + 1] = larger_bf16(largest[v], largest[v + 1]);
         } else {
             u32 key = max(ordered(largest[v] << 16), ordered(largest[v] & 0xFFFF0000u)) >> 17;
-#pragma unroll
-            for (int other = 0; other < CLUSTER; other++) {
-                store_remote_half(remote(target + (p.fine ? 2 * THREADS * v : 0), other), 0x8000 | key);
-            }
+            maxima[thread + (p.fine ? THREADS * v : 0)] = 0x8000 | key;
         }
     }
-    cluster_sync();
-    // One warp of each block, not the same in blocks that share a multiprocessor: those would wait for one scheduler.
-    if (CLUSTER * num_maxima > 2048) {
-        u32 bound = find_bound<true>(reinterpret_cast<const u32*>(maxima), wanted, s);
-        if (thread == 0) s.bound = bound;
-    } else if (thread / 32 == s.searcher) {
-        u32 bound = find_bound<false>(reinterpret_cast<const u32*>(maxima), wanted, s);
-        if (thread % 32 == 0) s.bound = bound;
-    }
     __syncthreads();
+    cluster_wait();
+    // One warp of each block, not the same in blocks that share a multiprocessor: those would wait for one scheduler.
+    if (thread / 32 == s.searcher) {
+        u32 share = (wanted + CLUSTER - 1) / CLUSTER;
+        u32 own = find_bound(reinterpret_cast<const u32*>(maxima), p.fine ? VECTORS : 1, share);
+        if (thread % 32 < CLUSTER) store_remote(remote(shared_address(&s.bounds[rank]), thread % 32), own);
+    }
+    cluster_sync();
 
     // Positions of the candidates, then the candidates to the leader.
-    u32 bound = s.bound;
+    u32 bound = 0xFFFF, most = 0;
+#pragma unroll
+    for (int other = 0; other < CLUSTER; other++) {
+        bound = min(bound, s.bounds[other] & 0xFFFF);
+        most = max(most, s.bounds[other] >> 16);
+    }
     u32 bound_value = bits_of(bound << 16) >> 16;
     bound_value |= bound_value << 16;
     for (int chunk = 0; chunk < p.chunks; chunk++) {
@@ -330,7 +323,7 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     }
     u32 last_key = 1, last_position = 0;  // all of them
     if (total > wanted) {
-        find_last(p, held, own, wanted, bins, close, s);
+        find_last(p, held, own, wanted, bound, most, bins, close, s);
         last_key = s.last_key, last_position = s.last_position;
         total = wanted;
     }
