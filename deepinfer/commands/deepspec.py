@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deepinfer.commands.options import examples
+from deepinfer.commands.options import Group, examples, takes
 
 if TYPE_CHECKING:
     from deepinfer.deepspec.acceptance import Answer
@@ -21,13 +22,30 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-TargetOption = Annotated[str, typer.Option("--target", help="`nano`, a V4.1 checkpoint or a Hugging Face folder.")]
+Target = Annotated[str, typer.Option("--target", help="`nano`, a V4.1 checkpoint or a Hugging Face folder.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Length = Annotated[int, typer.Option(min=16, help="Tokens of a row: prompt and answer, cut or padded.")]
-Tasks = Annotated[Path, typer.Option(help="Folder with .jsonl files of GSM8K, MATH-500, HumanEval, MBPP, ...")]
+Tasks = Annotated[
+    Path, typer.Option(help="Folder with files of GSM8K, MATH-500, HumanEval, MBPP, MT-Bench, Alpaca ...")
+]
+Out = Annotated[Path, typer.Option(help="Answers and results go here; a run that was stopped goes on.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Prompts of each task set; default: all.")]
 MaxTokens = Annotated[int, typer.Option(min=2, help="Longest answer.")]
-DraftOption = Annotated[str | None, typer.Option("--draft", help="Folder of the draft; default: the target's head.")]
+Length = Annotated[int, typer.Option(min=16, help="Tokens of a row: prompt and answer, cut or padded.")]
+Draft = Annotated[str | None, typer.Option("--draft", help="Folder of the draft; default: the target's head.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Of the answers; 0 is greedy.")]
+Seed = Annotated[int, typer.Option(min=0, help="Same seed, same answers.")]
+Plot = Annotated[Path | None, typer.Option(help="Also draw it (.svg or .png); needs matplotlib.")]
+
+# What the commands that let the target answer have in common.
+ASKED: Group = {
+    "tasks": (Tasks, ...),
+    "target": (Target, "nano"),
+    "max_tokens": (MaxTokens, 256),
+    "limit": (Limit, None),
+    "seed": (Seed, 0),
+    "device": (Device, "cpu"),
+}
+MEASURED: Group = ASKED | {"draft": (Draft, None), "length": (Length, 1024), "plot": (Plot, None)}
 
 
 def _folder(target: str) -> Path:
@@ -37,30 +55,33 @@ def _folder(target: str) -> Path:
 
 
 @contextmanager
-def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
+def _progress(text: str, total: int, is_shown: bool = True) -> Iterator[Callable[[int], None]]:
     """A bar on stderr; gives the function that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
         task = bar.add_task(text, total=total)
         yield lambda count: bar.advance(task, count)
 
 
-def _answers(
-    folder: Path, tasks: Path, limit: int | None, temperature: float, max_tokens: int, device: str, out: Path
-) -> dict[str, list[Answer]]:
+def _answers(asked: dict[str, Any], temperature: float, out: Path) -> dict[str, list[Answer]]:
     """The target's answers to every task set, kept in `out` (one file a set and temperature)."""
     from deepinfer.deepspec.answers import Sampling, load_writer, write_answers
+    from deepinfer.deepspec.targets import fingerprint
     from deepinfer.deepspec.tasks import read_tasks
 
-    found, prompts = {}, read_tasks(tasks, limit)
-    writer, sampling = load_writer(folder, device), Sampling(temperature, max_tokens)
-    for name, part in prompts.items():
-        with _progress(f"answers to {name}", len(part)) as advance:
-            ids = [writer.encode(prompt) for prompt in part]
-            found[name] = write_answers(out / f"{name}-t{temperature:g}.jsonl", ids, writer.write, sampling, advance)
+    folder, found, sets = _folder(asked["target"]), {}, read_tasks(asked["tasks"], asked["limit"])
+    sampling = Sampling(temperature, asked["max_tokens"], asked["seed"])
+    writer, target = load_writer(folder, asked["device"]), fingerprint(folder)
+    for name, prompts in sets.items():
+        path = out / f"{name}-t{temperature:g}.jsonl"
+        with _progress(f"answers to {name}", len(prompts)) as advance:
+            ids = [writer.encode(prompt) for prompt in prompts]
+            found[name] = write_answers(path, ids, writer.write, sampling, advance, target)
+    del writer  # the engine's memory is wanted for what comes
+    gc.collect()
     return found
 
 
@@ -70,35 +91,29 @@ def _answers(
         "deepinfer deepspec prepare --target ./Qwen3-4B --tasks ./tasks --out ./data --cache --device cuda",
     )
 )
+@takes(asked=ASKED)
 def prepare(
-    tasks: Tasks,
-    out: Annotated[Path, typer.Option(help="Answers (and cache) go here; a run that was stopped goes on.")],
-    target: TargetOption = "nano",
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
-    max_tokens: MaxTokens = 256,
+    out: Out,
+    asked: dict[str, Any],
+    temperature: Temperature = 0.7,
     length: Length = 512,
-    limit: Limit = None,
     cache: Annotated[bool, typer.Option("--cache", help="Also store the target's hidden states.")] = False,
     rows_a_shard: Annotated[int, typer.Option(min=1)] = 256,
-    device: Device = "cpu",
 ) -> None:
     """Let the target answer prompts, and store its hidden states if asked to. The size is printed before it starts."""
     from deepinfer.deepspec.rows import cache_bytes, rows_of, write_cache
     from deepinfer.deepspec.targets import load_target
 
-    folder = _folder(target)
-    answers = _answers(folder, tasks, limit, temperature, max_tokens, device, out / "answers")
+    answers = _answers(asked, temperature, out / "answers")
     rows = rows_of([answer for part in answers.values() for answer in part], length)
     print(f"{len(rows)} rows of {length} tokens, {int(rows.counted.sum()):,} written by the target")
-    model = load_target(folder, length, device) if cache else None
-    if model is not None:
-        size = cache_bytes(len(rows), length, model.shape)
-        print(
-            f"hidden-state cache: {size / 2**20:,.1f} MiB ({size / len(rows) / length:,.0f} bytes a token)", flush=True
-        )
-        shards = -(-len(rows) // rows_a_shard)
-        with _progress("shards", shards) as advance:
-            write_cache(out / "cache", rows, model, rows_a_shard, advance)
+    if not cache:
+        return
+    model = load_target(_folder(asked["target"]), length, asked["device"])
+    size = cache_bytes(len(rows), length, model.shape)
+    print(f"hidden-state cache: {size / 2**20:,.1f} MiB ({size / len(rows) / length:,.0f} bytes a token)", flush=True)
+    with _progress("shards", -(-len(rows) // rows_a_shard)) as advance:
+        write_cache(out / "cache", rows, model, rows_a_shard, advance)
 
 
 @app.command(
@@ -111,8 +126,8 @@ def prepare(
 )
 def train(
     data: Annotated[Path, typer.Option(help="Folder that `prepare` wrote.")],
-    out: Annotated[Path, typer.Option(help="The draft goes here.")],
-    target: TargetOption = "nano",
+    out: Annotated[Path, typer.Option(help="The draft goes here; a run that was stopped goes on.")],
+    target: Target = "nano",
     algorithm: Annotated[str, typer.Option(help="dflash, dspark or eagle3.")] = "dspark",
     steps: Annotated[int, typer.Option(min=1)] = 1000,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a step, of each process.")] = 8,
@@ -121,44 +136,61 @@ def train(
     num_layers: Annotated[int, typer.Option(min=1)] = 2,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 6e-4,
     gamma: Annotated[float, typer.Option(min=0.1, help="Draft k counts exp(-k / gamma).")] = 4.0,
+    coldest: Annotated[float, typer.Option(min=0.05, max=1.0, help="Lowest temperature drafted for.")] = 1.0,
     noise_token_id: Annotated[int, typer.Option(min=0, help="Stands for the tokens to be drafted.")] = 0,
-    length: Length = 512,
-    seed: int = 0,
+    length: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of a row; default: those of the cache, or 512.")
+    ] = None,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 200,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Device = "cpu",
+    plot: Plot = None,
 ) -> None:
     """Train a draft on the target's answers; hidden states come from the cache if there is one."""
     from deepinfer.deepspec import train as training
     from deepinfer.deepspec.answers import read_answers
     from deepinfer.deepspec.drafts import DraftConfig, build_draft
     from deepinfer.deepspec.losses import LossWeights
-    from deepinfer.deepspec.rows import cached_batches, computed_batches, rows_of
+    from deepinfer.deepspec.rows import cached_batches, computed_batches, rows_of, shard_sizes
     from deepinfer.deepspec.targets import load_target
 
     files = sorted((data / "answers").glob("*.jsonl"))
     if not files:
         raise ValueError(f"data: no answers in {data}, allowed: a folder that `deepinfer deepspec prepare` wrote")
-    options = training.TrainingOptions(steps, batch, anchors, learning_rate, seed=seed, losses=LossWeights(gamma=gamma))
-    with training.processes(device) as (rank, ranks):
-        model = load_target(_folder(target), length, device)
+    shards = sorted((data / "cache").glob("*.safetensors"))
+    if shards:
+        cached = shard_sizes(shards)[1]
+        if length not in (None, cached):
+            raise ValueError(f"length: {length}, allowed: {cached}, that of the cache in {data}")
+        length = cached
+    length = length or 512
+    losses = LossWeights(gamma=gamma, coldest=coldest)
+    options = training.TrainingOptions(steps, batch, anchors, learning_rate, seed=seed, losses=losses)
+    with training.processes(device) as (rank, ranks, own):
+        model = load_target(_folder(target), length, own)
         config = DraftConfig(algorithm, model.shape, block_size, num_layers, noise_token_id=noise_token_id)
-        shards = sorted((data / "cache").glob("*.safetensors"))
+        trainer = training.Trainer(build_draft(config, seed).to(own), model, options, ranks)
+        trainer.resume(out)
         if shards:
-            batches = cached_batches(shards, batch, seed, rank, ranks, device)
+            batches = cached_batches(shards, batch, seed, rank, ranks, own, trainer.step)
         else:
             rows = rows_of([answer for file in files for answer in read_answers(file)], length)
-            batches = computed_batches(rows, model, batch, seed, rank, ranks)
-        draft = build_draft(config, seed).to(device)
-        with _progress("steps", steps) as advance:
+            batches = computed_batches(rows, model, batch, seed, rank, ranks, trainer.step)
+        with _progress("steps", steps, is_shown=rank == 0) as advance:
+            advance(trainer.step)
 
-            def report(step: int, figures: dict[str, float]) -> None:
+            def after(trainer: training.Trainer) -> None:
                 advance(1)
-                if rank == 0 and (step + 1) % max(steps // 10, 1) == 0:
-                    shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-                    print(f"step {step + 1}: {shown}", flush=True)
+                if rank == 0 and trainer.step % max(steps // 10, 1) == 0 and trainer.log:
+                    print(", ".join(f"{name} {value:.4g}" for name, value in trainer.log[-1].items()), flush=True)
+                if rank == 0 and (trainer.step % save_every == 0 or trainer.step == steps):
+                    trainer.save(out)
 
-            figures = training.train(draft, model, batches, options, ranks, report)
-        if rank == 0:
-            training.save_draft(out, draft, training.record_of(options, ranks, figures))
+            trainer.train(batches, after)
+    if plot is not None and rank == 0:
+        from deepinfer.deepspec.plots import plot_training
+
+        plot_training(plot, trainer.log)
 
 
 @app.command(
@@ -167,43 +199,46 @@ def train(
         "deepinfer deepspec eval --target ./Qwen3-4B --draft ./draft --tasks ./tasks --out ./eval --temperature 1",
     )
 )
+@takes(asked=MEASURED)
 def eval(
-    tasks: Tasks,
-    out: Annotated[Path, typer.Option(help="Answers and figures (eval.json) go here.")],
-    target: TargetOption = "nano",
-    draft: DraftOption = None,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    out: Out,
+    asked: dict[str, Any],
+    temperature: Temperature = 0.0,
     drawn: Annotated[bool, typer.Option("--drawn", help="Draw drafts, not the most likely tokens.")] = False,
-    max_tokens: MaxTokens = 256,
-    length: Length = 1024,
-    limit: Limit = None,
-    device: Device = "cpu",
 ) -> None:
-    """Acceptance length and projected speed-up of a draft on each task set."""
+    """Acceptance length and projected speed-up of a draft on each task set, with prompt lookup beside it."""
     from rich.console import Console
     from rich.table import Table
 
-    from deepinfer.deepspec.evaluate import judge_all, open_draft, step_times, summary
+    from deepinfer.deepspec.evaluate import judge_all, lookup_all, open_draft, step_times, summary
+    from deepinfer.deepspec.plots import plot_acceptance
     from deepinfer.deepspec.targets import load_target
 
-    folder = _folder(target)
-    answers = _answers(folder, tasks, limit, temperature, max_tokens, device, out)
-    model = load_target(folder, length, device)
-    loaded = open_draft(model, Path(draft) if draft else folder, length)
-    judged = {}
+    folder, length = _folder(asked["target"]), asked["length"]
+    where = Path(asked["draft"] or folder)
+    answers = _answers(asked, temperature, out)
+    model = load_target(folder, length, asked["device"])
+    loaded = open_draft(model, where, length)
+    judged, lookups = {}, {}
     for name, part in answers.items():
         with _progress(f"drafts of {name}", len(part)) as advance:
             judged[name] = judge_all(model, loaded, part, length, drawn, advance)
-    rows = summary(judged, step_times(model, Path(draft) if draft else folder, loaded))
+        lookups[name] = lookup_all(loaded, part, length)
+        if len(judged[name]) < len(part):
+            print(f"{name}: {len(part) - len(judged[name])} answers left out, too short or too long for --length")
+    rows = summary(judged, lookups, step_times(model, where, loaded))
     if not rows:
         raise ValueError("answers: none is long enough to draft in, allowed: at least 2 tokens")
     (out / "eval.json").write_text(json.dumps({"temperature": temperature, "sets": rows}, indent=1) + "\n")
-    table = Table("set", "rounds", "accepted length", "accepted by position", "projected speed-up")
+    table = Table("set", "rounds", "accepted length", "prompt lookup", "accepted by position", "projected speed-up")
     for name, row in rows.items():
         by_position = " ".join(f"{share:.2f}" for share in row["by_position"])
         speed = "-" if row["speed_up"] is None else f"{row['speed_up']:.2f} x"
-        table.add_row(name, f"{row['rounds']:,}", f"{row['mean_length']:.2f}", by_position, speed)
+        lengths = f"{row['mean_length']:.2f}", f"{row['prompt_lookup']:.2f}"
+        table.add_row(name, f"{row['rounds']:,}", *lengths, by_position, speed)
     Console().print(table)
+    if asked["plot"] is not None:
+        plot_acceptance(asked["plot"], rows)
 
 
 @app.command(
@@ -212,45 +247,39 @@ def eval(
         "deepinfer deepspec calibrate --target nano --tasks ./tasks --out ./eval --plot calibration.svg",
     )
 )
-def calibrate(
-    tasks: Tasks,
-    out: Annotated[Path, typer.Option(help="Answers go here.")],
-    target: TargetOption = "nano",
-    draft: DraftOption = None,
-    max_tokens: MaxTokens = 256,
-    length: Length = 1024,
-    limit: Limit = None,
-    plot: Annotated[Path | None, typer.Option(help="Reliability diagram (.svg or .png); needs matplotlib.")] = None,
-    device: Device = "cpu",
-) -> None:
+@takes(asked=MEASURED)
+def calibrate(out: Out, asked: dict[str, Any]) -> None:
     """Fit the confidence's temperatures on every other answer, and say how good they are on the rest.
 
-    Answers are drawn at temperature 0 and 1. The temperatures are saved beside the draft (draft_calibration.json).
+    Answers are drawn at temperature 0 and 1. The temperatures are saved beside the draft (draft_calibration.json), the
+    errors in --out (calibration.json).
     """
     from deepinfer.deepspec import calibration
     from deepinfer.deepspec.evaluate import judge_all, open_draft
+    from deepinfer.deepspec.plots import plot_reliability
     from deepinfer.deepspec.targets import load_target
     from deepinfer.models.draft_head import CALIBRATION_NAME
 
-    folder = _folder(target)
-    model = load_target(folder, length, device)
-    where = Path(draft) if draft else folder
-    loaded = open_draft(model, where, length)
-    judged = []
-    for temperature in (0.0, 1.0):
-        answers = _answers(folder, tasks, limit, temperature, max_tokens, device, out)
-        everything = [answer for part in answers.values() for answer in part]
-        with _progress(f"drafts at temperature {temperature:g}", len(everything)) as advance:
-            judged += judge_all(model, loaded, everything, length, advance=advance)
+    folder, length = _folder(asked["target"]), asked["length"]
+    where = Path(asked["draft"] or folder)
+    every = [[answer for part in _answers(asked, heat, out).values() for answer in part] for heat in (0.0, 1.0)]
+    model = load_target(folder, length, asked["device"])
+    loaded, judged = open_draft(model, where, length), []
+    for heat, answers in zip((0, 1), every, strict=True):
+        with _progress(f"drafts at temperature {heat}", len(answers)) as advance:
+            judged += judge_all(model, loaded, answers, length, advance=advance)
     fitted, held = (calibration.Observations.of(judged[start::2]) for start in (0, 1))
     temperatures = calibration.fit_temperatures(fitted)
     curves = {
         name: (calibration.survival(held.scores, heat), held.survived)
         for name, heat in (("as trained", [1.0] * loaded.block_size), ("calibrated", temperatures))
     }
-    for name, curve in curves.items():
-        print(f"expected calibration error, {name}: {calibration.expected_calibration_error(*curve):.4f}")
+    errors = {name: calibration.expected_calibration_error(*curve) for name, curve in curves.items()}
+    for name, error in errors.items():
+        print(f"expected calibration error, {name}: {error:.4f}")
+    record = {"blocks": len(held.scores), "expected_calibration_error": errors, "temperatures": temperatures}
+    (out / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")
     (where / CALIBRATION_NAME).write_text(json.dumps({"temperatures": temperatures}) + "\n")
     print(f"temperatures {temperatures} saved in {where / CALIBRATION_NAME}")
-    if plot is not None:
-        calibration.plot_reliability(plot, curves)
+    if asked["plot"] is not None:
+        plot_reliability(asked["plot"], curves)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepinfer.deepspec.losses import Blocks
 from deepinfer.deepspec.targets import Target
+from deepinfer.kernels import ops
 
 DraftBlocks = Callable[[Tensor, Tensor, Tensor], Blocks]  # taps, tokens, anchors -> blocks
 
@@ -116,6 +117,21 @@ def judge(
     remaining = len(ids) - 2 - anchors
     fits = steps < remaining.unsqueeze(1)
     return Judged((torch.cat(accepted) & fits).cpu(), remaining.cpu(), torch.cat(scores).cpu() if scores else None)
+
+
+def judge_lookup(answer: Answer, block_size: int, min_match: int = 2, max_match: int = 4) -> Judged:
+    """The same for drafts by prompt lookup, with the engine's own operation; the answer has at least two tokens."""
+    ids = torch.tensor(answer.token_ids, dtype=torch.int32)
+    anchors = torch.arange(len(ids) - answer.num_answer - 1, len(ids) - 2)
+    slots = torch.arange(len(anchors))
+    known = anchors + 2  # positions 0..p, and the token that was sampled at p
+    drafts, _ = ops.lookup_drafts(
+        ids.expand(len(anchors), -1).contiguous(), slots, known, len(ids), block_size, min_match, max_match
+    )
+    remaining = len(ids) - known
+    behind = known.unsqueeze(1) + torch.arange(block_size)
+    agrees = drafts == ids[behind.clamp_max(len(ids) - 1)]
+    return Judged(agrees & (behind < len(ids)), remaining, None)
 
 
 def acceptance_of(judged: list[Judged]) -> Acceptance:

@@ -1,7 +1,8 @@
 """Answers that the target itself writes: through this engine for its own checkpoints, else through `transformers`.
 
 Drafts are trained on what their target says, not on what people wrote. Answers go to a JSON-lines file as they come, so
-that a run that was stopped goes on where it was.
+that a run that was stopped goes on where it was. Its first line says which target wrote them, and how: a run with other
+settings does not go on with it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from deepinfer.deepspec.acceptance import Answer
 from deepinfer.deepspec.targets import is_v41
 from deepinfer.deepspec.tasks import Prompt
 
-BATCH = 256  # prompts between two writes
+BATCH = 256  # prompts between two writes, and at the same time on a GPU
+BATCH_ON_CPU = 64
+BATCH_OF_TRANSFORMERS = 32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn. `max_tokens` of each; 0 is greedy."""
+    """How answers are drawn. `max_tokens` of each; temperature 0 is greedy."""
 
     temperature: float = 0.7
     max_tokens: int = 256
@@ -39,7 +42,7 @@ class EngineWriter:
     def __init__(self, folder: Path, device: str) -> None:
         from deepinfer.llm import LLM
 
-        self.llm = LLM(folder, device=device)
+        self.llm = LLM(folder, device=device, max_num_seqs=BATCH_ON_CPU if device == "cpu" else BATCH)
 
     def encode(self, prompt: Prompt) -> list[int]:
         from deepinfer.recipe import encode_prompt, render_chat
@@ -67,7 +70,7 @@ class EngineWriter:
 
 
 class HuggingFaceWriter:
-    """Any local causal model, answered one prompt after the other by `transformers`."""
+    """Any local causal model, answered by `transformers`, prompts padded on the left."""
 
     def __init__(self, folder: Path, device: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -89,18 +92,33 @@ class HuggingFaceWriter:
 
     @torch.no_grad()
     def write(self, prompts: Sequence[list[int]], sampling: Sampling, first: int) -> list[list[int]]:
+        from transformers import GenerationConfig
+
+        ends = self.model.generation_config.eos_token_id
         how: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        # Not the checkpoint's own: its penalties would make answers that the target alone does not give.
+        config = GenerationConfig(max_new_tokens=sampling.max_tokens, eos_token_id=ends, pad_token_id=0, **how)
+        last = {ends} if isinstance(ends, int) else set(ends or ())
         answers = []
-        for i, prompt in enumerate(prompts):
-            torch.manual_seed(sampling.seed + first + i)
-            ids = torch.tensor([prompt], device=self.model.device)
-            out = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=sampling.max_tokens, pad_token_id=0, **how
-            )
-            answers.append(out[0, len(prompt) :].tolist())
+        for start in range(0, len(prompts), BATCH_OF_TRANSFORMERS):
+            part = prompts[start : start + BATCH_OF_TRANSFORMERS]
+            torch.manual_seed(sampling.seed + first + start)
+            longest = max(map(len, part))
+            padded = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in part])
+            pads = torch.tensor([[longest - len(prompt)] for prompt in part])
+            mask = (torch.arange(longest) >= pads).long()
+            device = self.model.device
+            out = self.model.generate(padded.to(device), attention_mask=mask.to(device), generation_config=config)
+            answers += [_ended(row, last) for row in out[:, longest:].tolist()]
         return answers
+
+
+def _ended(ids: list[int], last: set[int]) -> list[int]:
+    """`ids` up to the first token of `last`, which stays."""
+    end = next((i + 1 for i, token in enumerate(ids) if token in last), len(ids))
+    return ids[:end]
 
 
 def load_writer(folder: Path, device: str) -> EngineWriter | HuggingFaceWriter:
@@ -114,21 +132,25 @@ def write_answers(
     write: Write,
     sampling: Sampling,
     advance: Callable[[int], None] = lambda count: None,
+    target: str = "",
 ) -> list[Answer]:
-    """The answers to `prompts`, from `path` where they are, else written there.
+    """The answers to `prompts`, from `path` where they are, else written there. `target` names who writes them.
 
     Raises:
-        ValueError: the file belongs to other prompts or another sampling.
+        ValueError: the file belongs to another target, other prompts or another sampling.
     """
-    done = read_answers(path) if path.is_file() else []
-    same = all(
-        (answer.prompt, answer.temperature) == (prompt, sampling.temperature)
-        for answer, prompt in zip(done, prompts, strict=False)
-    )
-    if len(done) > len(prompts) or not same:
-        raise ValueError(f"answers: {path} holds answers to other prompts, allowed: a new file")
-    advance(len(done))
+    settings = {"target": target, **asdict(sampling)}
     path.parent.mkdir(parents=True, exist_ok=True)
+    done = read_answers(path) if path.is_file() else []
+    first = _first_line(path)
+    if done and first != settings:
+        differ = [name for name, value in settings.items() if first.get(name) != value]
+        raise ValueError(f"answers: {path} was written with another {', '.join(differ)}, allowed: a new folder")
+    if len(done) > len(prompts) or any(a.prompt != prompt for a, prompt in zip(done, prompts, strict=False)):
+        raise ValueError(f"answers: {path} holds answers to other prompts, allowed: a new folder")
+    advance(len(done))
+    if not done:
+        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
     with path.open("a", encoding="utf-8") as file:
         for start in range(len(done), len(prompts), BATCH):
             part = prompts[start : start + BATCH]
@@ -148,6 +170,17 @@ def read_answers(path: Path) -> list[Answer]:
             if not line.endswith(b"\n"):
                 break
             whole += len(line)
-            answers.append(Answer(**json.loads(line)))
+            record = json.loads(line)
+            if "token_ids" in record:  # else the settings
+                answers.append(Answer(**record))
         file.truncate(whole)
     return answers
+
+
+def _first_line(path: Path) -> dict[str, Any]:
+    """The settings that a file of answers begins with."""
+    if not path.is_file():
+        return {}
+    with path.open(encoding="utf-8") as file:
+        line = file.readline()
+    return dict(json.loads(line)) if line else {}

@@ -8,7 +8,6 @@ score, so the order of drafts of one position stays as it was.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -91,25 +90,3 @@ def reliability(probability: Tensor, happened: Tensor) -> list[tuple[int, float,
         if inside.any():
             rows.append((b, float(p[inside].mean()), float(y[inside].mean()), int(inside.sum())))
     return rows
-
-
-def plot_reliability(path: Path, curves: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Reliability diagram of each named (probability, happened), with its expected calibration error.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'deepinfer[train]'") from None
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([0, 1], [0, 1], color="grey", linestyle=":", label="perfect")
-    for name, (probability, happened) in curves.items():
-        rows = reliability(probability, happened)
-        label = f"{name}, ECE {expected_calibration_error(probability, happened):.3f}"
-        axes.plot([r[1] for r in rows], [r[2] for r in rows], marker="o", label=label)
-    axes.set(xlabel="predicted survival", ylabel="share that survived", xlim=(0, 1), ylim=(0, 1))
-    axes.legend(loc="upper left")
-    figure.savefig(path)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
-from deepinfer.deepspec.acceptance import Acceptance, Answer, DraftBlocks, Judged, acceptance_of, judge
+from deepinfer.deepspec.acceptance import Acceptance, Answer, DraftBlocks, Judged, acceptance_of, judge, judge_lookup
 from deepinfer.deepspec.drafts import BlockDraft, Eagle3Draft
 from deepinfer.deepspec.losses import Blocks
 from deepinfer.deepspec.targets import HuggingFaceTarget, V41Target
@@ -65,6 +65,17 @@ def _bound(draft: BlockDraft | Eagle3Draft, target: V41Target | HuggingFaceTarge
     return blocks
 
 
+def usable(answers: list[Answer], block_size: int, length: int) -> list[Answer]:
+    """Every answer that has a prompt, at least two tokens and room in a row of `length`."""
+    return [
+        answer
+        for answer in answers
+        if answer.num_answer >= 2
+        and len(answer.token_ids) > answer.num_answer
+        and len(answer.token_ids) + block_size + 1 <= length
+    ]
+
+
 def judge_all(
     target: V41Target | HuggingFaceTarget,
     draft: LoadedDraft,
@@ -73,15 +84,19 @@ def judge_all(
     is_drawn: bool = False,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Judged]:
-    """Every answer that has a prompt, at least two tokens and room in a row of `length`."""
+    """The draft on every usable answer."""
     judged = []
-    for seed, answer in enumerate(answers):
+    for seed, answer in enumerate(usable(answers, draft.block_size, length)):
         needed = len(answer.token_ids) + draft.block_size + 1
-        if answer.num_answer >= 2 and needed <= length and len(answer.token_ids) > answer.num_answer:
-            row = min(-(-needed // ROW_STEP) * ROW_STEP, length)
-            judged.append(judge(target, draft.blocks, answer, row, draft.block_size, is_drawn=is_drawn, seed=seed))
+        row = min(-(-needed // ROW_STEP) * ROW_STEP, length)
+        judged.append(judge(target, draft.blocks, answer, row, draft.block_size, is_drawn=is_drawn, seed=seed))
         advance(1)
     return judged
+
+
+def lookup_all(draft: LoadedDraft, answers: list[Answer], length: int) -> list[Judged]:
+    """Prompt lookup on the same answers, with as many drafts."""
+    return [judge_lookup(answer, draft.block_size) for answer in usable(answers, draft.block_size, length)]
 
 
 @dataclass(frozen=True)
@@ -184,13 +199,19 @@ def _times_of_engine(folder: Path, device: str) -> StepTimes:
     )
 
 
-def summary(judged: dict[str, list[Judged]], times: StepTimes | None) -> dict[str, dict[str, Any]]:
-    """Figures by task set, and of all together."""
+def summary(
+    judged: dict[str, list[Judged]], lookups: dict[str, list[Judged]], times: StepTimes | None
+) -> dict[str, dict[str, Any]]:
+    """Figures by task set, and of all together; `lookups` are those of prompt lookup on the same answers."""
     rows = {}
-    everything = [one for part in judged.values() for one in part]
-    for name, part in {**judged, "all": everything}.items():
+    every, every_lookup = (sum(sets.values(), list[Judged]()) for sets in (judged, lookups))
+    for name, part, lookup in [*((n, judged[n], lookups[n]) for n in judged), ("all", every, every_lookup)]:
         if not part:
             continue
         acceptance = acceptance_of(part)
-        rows[name] = {**vars(acceptance), "speed_up": None if times is None else times.speed_up(acceptance)}
+        rows[name] = {
+            **vars(acceptance),
+            "prompt_lookup": acceptance_of(lookup).mean_length,
+            "speed_up": None if times is None else times.speed_up(acceptance),
+        }
     return rows

@@ -107,39 +107,64 @@ def _is_whole(path: Path, rows: Rows, start: int) -> bool:
     return torch.equal(tokens, rows.tokens[start : start + len(tokens)])
 
 
-def cached_batches(paths: list[Path], batch: int, seed: int, rank: int, ranks: int, device: str) -> Iterator[Batch]:
-    """Endless batches of `batch` rows for process `rank` of `ranks`, shard by shard in a new order every epoch."""
-    sizes = []
+def shard_sizes(paths: list[Path]) -> tuple[list[int], int]:
+    """Rows of each shard, and the length of their rows.
+
+    Raises:
+        ValueError: a shard cannot be read.
+    """
+    sizes, length = [], 0
     for path in paths:
-        with safe_open(path, framework="pt") as shard:
-            sizes.append(shard.get_slice("tokens").get_shape()[0])
-    if max(sizes) < batch * ranks:
+        try:
+            with safe_open(path, framework="pt") as shard:
+                size, length = shard.get_slice("counted").get_shape()
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cache: {path} cannot be read ({error}); `deepinfer deepspec prepare` goes on") from None
+        sizes.append(size)
+    return sizes, length
+
+
+def cached_batches(
+    paths: list[Path], batch: int, seed: int, rank: int, ranks: int, device: str, first: int = 0
+) -> Iterator[Batch]:
+    """Endless batches of `batch` rows for process `rank` of `ranks`, from number `first` on; shard by shard, in a new
+    order every epoch."""
+    sizes, whole = shard_sizes(paths)[0], batch * ranks
+    if max(sizes) < whole:
         raise ValueError(f"batch: {batch} rows of {ranks} processes, allowed: at most {max(sizes)} rows a shard")
-    epoch = 0
+    number = epoch = 0
     while True:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         for index in torch.randperm(len(paths), generator=generator).tolist():
             order = torch.randperm(sizes[index], generator=generator)
-            if len(order) < batch * ranks:
+            count = len(order) // whole
+            if number + count <= first:
+                number += count
                 continue
             with safe_open(paths[index], framework="pt", device="cpu") as shard:
                 parts = {name: shard.get_tensor(name) for name in ("tokens", "counted", "taps", "hidden")}
-            for start in range(0, len(order) - batch * ranks + 1, batch * ranks):
-                mine = order[start + rank : start + batch * ranks : ranks]
-                yield Batch(**{name: value[mine].to(device) for name, value in parts.items()})
+            for start in range(0, count * whole, whole):
+                number += 1
+                if number > first:
+                    mine = order[start + rank : start + whole : ranks]
+                    yield Batch(**{name: value[mine].to(device) for name, value in parts.items()})
         epoch += 1
 
 
-def computed_batches(rows: Rows, target: Target, batch: int, seed: int, rank: int, ranks: int) -> Iterator[Batch]:
+def computed_batches(
+    rows: Rows, target: Target, batch: int, seed: int, rank: int, ranks: int, first: int = 0
+) -> Iterator[Batch]:
     """The same from rows alone: the target runs at every step and nothing is stored."""
-    if len(rows) < batch * ranks:
+    whole = batch * ranks
+    if len(rows) < whole:
         raise ValueError(f"batch: {batch} rows of {ranks} processes, allowed: at most {len(rows)} rows")
-    device, epoch = target.embed.device, 0
+    device, per_epoch = target.embed.device, len(rows) // whole
+    epoch, skipped = divmod(first, per_epoch)
     while True:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-        for start in range(0, len(order) - batch * ranks + 1, batch * ranks):
-            mine = order[start + rank : start + batch * ranks : ranks]
+        for start in range(skipped * whole, per_epoch * whole, whole):
+            mine = order[start + rank : start + whole : ranks]
             tokens = rows.tokens[mine].to(device)
             taps, hidden = target(tokens[:, :-1])
             yield Batch(tokens, rows.counted[mine].to(device), taps, hidden)
-        epoch += 1
+        epoch, skipped = epoch + 1, 0

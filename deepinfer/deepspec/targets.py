@@ -6,6 +6,7 @@ hidden states, of which `head` makes logits.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,10 +16,14 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.config.spelling import model_type, read_config
-from deepinfer.models.loader import is_text, load_weights
+from deepinfer.models.draft_head import CALIBRATION_NAME
+from deepinfer.models.loader import INDEX_NAME, is_text, load_weights
 from deepinfer.models.reference import Weights
 from deepinfer.train.export import token_map_of
 from deepinfer.train.fast_model import FastModel
+
+HEAD_NAME = "model-draft.safetensors"  # the file of a V4.1 head that was trained here
+HASHED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,21 @@ def spread_layers(depth: int, count: int = 3) -> tuple[int, ...]:
 def is_v41(folder: Path) -> bool:
     """Whether the checkpoint in `folder` is of the V4.1 architecture."""
     return model_type(read_config(folder)) == "deepseek_v41"
+
+
+def fingerprint(folder: Path) -> str:
+    """A name for what is in a checkpoint: its config, tokenizer and the ends of its weight files, but not its draft."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+        if path.name in (HEAD_NAME, INDEX_NAME, CALIBRATION_NAME):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(HASHED_BYTES))
+            file.seek(max(size - HASHED_BYTES, 0))
+            digest.update(file.read(HASHED_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def load_target(folder: Path, length: int, device: str) -> V41Target | HuggingFaceTarget:

@@ -1,6 +1,8 @@
-"""Prompts of public task sets, read from a folder: one .jsonl (or .jsonl.gz) file a set, in its published format.
+"""Prompts of public task sets, read from a folder: one file a set, in its published format.
 
-| Set | Fields of a line |
+A file is .jsonl, or .json with one array of the same objects (Alpaca, sanitized MBPP); either may end in .gz.
+
+| Set | Fields of an object |
 | --- | --- |
 | GSM8K | question, answer |
 | MATH-500 | problem, solution |
@@ -15,9 +17,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 
 
 @dataclass(frozen=True)
@@ -33,33 +39,52 @@ def read_tasks(folder: Path, limit: int | None = None) -> dict[str, list[Prompt]
     """Prompts by task set (the file's name without ending), at most `limit` of each.
 
     Raises:
-        ValueError: there is no set in the folder, or a line is in none of the formats; the message names it.
+        ValueError: there is no set in the folder, two have one name, or an object is in none of the formats; the
+            message names it.
     """
     if not folder.is_dir():
         raise ValueError(f"tasks: {folder} is not a folder")
-    paths = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
+    paths = sorted(path for ending in ENDINGS for path in folder.glob("*" + ending))
     if not paths:
-        raise ValueError(f"tasks: no .jsonl file in {folder}")
-    return {path.name.split(".jsonl")[0]: read_prompts(path, limit) for path in paths}
+        raise ValueError(f"tasks: no .jsonl or .json file in {folder}")
+    names = [path.name.split(".json")[0] for path in paths]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"tasks: {folder} has more than one file of {name}")
+    return {name: read_prompts(path, limit) for name, path in zip(names, paths, strict=True)}
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """The prompts of one file."""
     prompts: list[Prompt] = []
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as file:
-        for number, line in enumerate(file, 1):
-            if limit is not None and len(prompts) == limit:
-                break
-            if not line.strip():
-                continue
-            try:
-                prompts.append(as_prompt(json.loads(line)))
-            except ValueError as error:
-                raise ValueError(f"tasks: {path}, line {number}: {error}") from None
+    for number, record in islice(_records(path), limit):
+        try:
+            prompts.append(as_prompt(record))
+        except ValueError as error:
+            raise ValueError(f"tasks: {path}, {number}: {error}") from None
     if not prompts:
         raise ValueError(f"tasks: {path} holds no prompt")
     return prompts
+
+
+def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where it stands, object) of a file, one after the other."""
+    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    where = "start"
+    try:
+        with opened as file:
+            if ".jsonl" not in path.name:
+                whole = json.load(file)
+                if not isinstance(whole, list):
+                    raise ValueError("not a JSON array")
+                yield from ((f"entry {i}", record) for i, record in enumerate(whole, 1))
+                return
+            for line_number, line in enumerate(file, 1):
+                where = f"line {line_number}"
+                if line.strip():
+                    yield where, json.loads(line)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"tasks: {path}, {where}: {error}") from None
 
 
 def as_prompt(line: Any) -> Prompt:

@@ -1,7 +1,8 @@
 """Train a draft of `drafts.py` on one device or, under `torchrun`, on several.
 
 Every process takes its share of each batch and the gradients are averaged, so that N processes with batch b do the same
-step as one with batch N * b. The draft is saved as safetensors with its config.
+step as one with batch N * b. The draft is saved as safetensors with its config; beside it, as the run goes, stands what
+is needed to go on: moments of the optimiser and the number of the step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -25,7 +27,8 @@ from deepinfer.deepspec.losses import LossWeights, block_losses
 from deepinfer.deepspec.rows import Batch
 from deepinfer.deepspec.targets import Target
 
-CONFIG_NAME, WEIGHTS_NAME = "draft_config.json", "draft.safetensors"
+CONFIG_NAME, WEIGHTS_NAME, STATE_NAME = "draft_config.json", "draft.safetensors", "optimizer.safetensors"
+LOGGED = 200  # points of a run that are kept
 WARM_UP, DECAY = 0.04, 0.3  # shares of the run
 
 
@@ -48,28 +51,35 @@ class TrainingOptions:
 
 
 @contextmanager
-def processes(device: str) -> Iterator[tuple[int, int]]:
-    """(rank, number) of this process; joins the group that torchrun's environment describes, if there is one."""
+def processes(device: str) -> Iterator[tuple[int, int, str]]:
+    """(rank, number, device) of this process; joins the group that torchrun's environment describes, if there is one.
+
+    `device` "cuda" is a GPU of its own for every process of a host.
+    """
     number = int(os.environ.get("WORLD_SIZE", "1"))
     if number == 1:
-        yield 0, 1
+        yield 0, 1, device
         return
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device == "cpu" else "nccl")
     try:
-        yield dist.get_rank(), number
+        yield dist.get_rank(), number, device
     finally:
         dist.destroy_process_group()
 
 
 def average_gradients(parameters: list[nn.Parameter], ranks: int) -> None:
-    """The mean over all processes, in place."""
+    """The mean over all processes, in place; one exchange for all of them."""
     if ranks == 1:
         return
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= ranks
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= ranks
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
 
 
 def pick_anchors(
@@ -94,47 +104,89 @@ def blocks_of(x: Tensor, anchors: Tensor, block_size: int) -> Tensor:
     return x[rows, positions].reshape(-1, block_size, *x.shape[2:])
 
 
-def train(
-    draft: BlockDraft | Eagle3Draft,
-    target: Target,
-    batches: Iterator[Batch],
-    options: TrainingOptions,
-    ranks: int = 1,
-    report: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
-) -> dict[str, float]:
-    """Run `options.steps` steps; `report(step, figures)` after each. Returns the last figures."""
-    parameters = list(draft.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
-    size, figures = draft.config.block_size, {}
-    generator = torch.Generator(target.embed.device).manual_seed(options.seed)
-    for step in range(options.steps):
-        batch = next(batches)
-        anchors = pick_anchors(batch.counted, options.anchors, size, generator)
-        with torch.no_grad():
-            wanted = F.linear(blocks_of(batch.hidden, anchors, size).float(), target.head)
-        blocks = draft(target, batch.taps, batch.tokens, anchors)
-        counts = blocks_of(batch.counted, anchors, size).cumprod(1)
-        losses = block_losses(blocks.logits, wanted, blocks.scores, counts, options.losses)
-        optimizer.zero_grad(set_to_none=True)
-        losses.loss.backward()
-        average_gradients(parameters, ranks)
-        nn.utils.clip_grad_norm_(parameters, options.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = options.rate(step)
-        optimizer.step()
-        figures = {"loss": float(losses.loss.detach()), "accepted_length": float(losses.accepted_length)}
-        report(step, figures)
-    return figures
+class Trainer:
+    """A draft, its optimiser, and how far they have come."""
+
+    def __init__(self, draft: BlockDraft | Eagle3Draft, target: Target, options: TrainingOptions, ranks: int = 1):
+        self.draft, self.target, self.options, self.ranks = draft, target, options, ranks
+        self.parameters = list(draft.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
+        self.step, self.log = 0, list[dict[str, float]]()
+
+    def train(self, batches: Iterator[Batch], advance: Callable[[Trainer], None] = lambda trainer: None) -> None:
+        """Steps up to `options.steps`; `batches` begin with number `self.step`. `advance` is called after each."""
+        size, options = self.draft.config.block_size, self.options
+        generator = torch.Generator(self.target.embed.device)
+        while self.step < options.steps:
+            batch = next(batches)
+            generator.manual_seed(options.seed * 1_000_003 + self.step)
+            anchors = pick_anchors(batch.counted, options.anchors, size, generator)
+            with torch.no_grad():
+                wanted = F.linear(blocks_of(batch.hidden, anchors, size).float(), self.target.head)
+            blocks = self.draft(self.target, batch.taps, batch.tokens, anchors)
+            counts = blocks_of(batch.counted, anchors, size).cumprod(1)
+            losses = block_losses(blocks.logits, wanted, blocks.scores, counts, options.losses)
+            self.optimizer.zero_grad(set_to_none=True)
+            losses.loss.backward()
+            average_gradients(self.parameters, self.ranks)
+            nn.utils.clip_grad_norm_(self.parameters, options.clip)
+            for group in self.optimizer.param_groups:
+                group["lr"] = options.rate(self.step)
+            self.optimizer.step()
+            self.step += 1
+            if self.step % max(options.steps // LOGGED, 1) == 0 or self.step == options.steps:
+                figures = {"loss": losses.loss.detach(), "accepted_length": losses.accepted_length}
+                self.log.append({"step": self.step, **{name: float(value) for name, value in figures.items()}})
+            advance(self)
+
+    def save(self, folder: Path) -> None:
+        """The draft with a record of the run, and the state to go on from."""
+        record = {**asdict(self.options), "processes": self.ranks, "torch": torch.__version__, "log": self.log}
+        save_draft(folder, self.draft, record)
+        state: dict[str, Tensor] = {}
+        for i, parameter in enumerate(self.parameters):
+            moments = self.optimizer.state[parameter]
+            state |= {f"{i}.{name}": moments[name].cpu().contiguous() for name in ("exp_avg", "exp_avg_sq", "step")}
+        _replace(folder / STATE_NAME, state, {"step": str(self.step)})
+
+    def resume(self, folder: Path) -> None:
+        """Go on from `save`, if there is such a state in `folder`.
+
+        Raises:
+            ValueError: it is of a run with other options or another kind of draft.
+        """
+        if not (folder / STATE_NAME).is_file():
+            return
+        saved = json.loads((folder / CONFIG_NAME).read_text())
+        ours = {**json.loads(json.dumps(asdict(self.options))), "processes": self.ranks}
+        differ = [name for name, value in ours.items() if saved["training"].get(name) != value]
+        if differ or saved["draft"] != self.draft.config.to_dict():
+            what = ", ".join(differ) or "draft"
+            raise ValueError(f"out: {folder} holds a run with another {what}, allowed: a new folder, or the same run")
+        state = load_file(folder / STATE_NAME)
+        self.draft.load_state_dict(load_file(folder / WEIGHTS_NAME))
+        for i, parameter in enumerate(self.parameters):
+            moments = {name: state[f"{i}.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
+            moments |= {name: moments[name].to(parameter.device) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = moments
+        with safe_open(folder / STATE_NAME, framework="pt") as file:
+            self.step = int(file.metadata()["step"])
+        self.log = saved["training"]["log"]
 
 
 def save_draft(folder: Path, draft: BlockDraft | Eagle3Draft, record: dict[str, Any]) -> None:
     """Weights in float32, and the config with a record of the run."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}, folder / WEIGHTS_NAME
-    )
+    weights = {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}
+    _replace(folder / WEIGHTS_NAME, weights, {"format": "pt"})
     raw = {"draft": draft.config.to_dict(), "training": record}
-    (folder / CONFIG_NAME).write_text(json.dumps(raw, indent=2) + "\n")
+    (folder / CONFIG_NAME).write_text(json.dumps(raw, indent=1) + "\n")
+
+
+def _replace(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, seen as a whole or not at all."""
+    save_file(tensors, path.with_suffix(".tmp"), metadata=metadata)
+    path.with_suffix(".tmp").replace(path)
 
 
 def load_draft(folder: Path, device: str = "cpu") -> BlockDraft | Eagle3Draft:
@@ -150,8 +202,3 @@ def load_draft(folder: Path, device: str = "cpu") -> BlockDraft | Eagle3Draft:
     except (OSError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"draft: {folder} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
     return draft.to(device)
-
-
-def record_of(options: TrainingOptions, ranks: int, figures: dict[str, float]) -> dict[str, Any]:
-    """What is kept of a run."""
-    return {**asdict(options), "processes": ranks, "torch": torch.__version__, **figures}

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.deepspec.targets import HEAD_NAME
 from deepinfer.deepspec.v41_blocks import draft_kinds
 from deepinfer.models.checkpoint_format import parameter_specs, stored_tensors
 from deepinfer.models.draft_head import CALIBRATION_NAME
@@ -18,8 +19,6 @@ from deepinfer.models.loader import INDEX_NAME, is_draft
 from deepinfer.models.reference import Weights
 from deepinfer.models.writer import quantize
 from deepinfer.train.parameters import ROUNDING
-
-HEAD_NAME = "model-draft.safetensors"
 
 
 def head_weights(config: ModelConfig, masters: dict[str, Tensor]) -> Weights:

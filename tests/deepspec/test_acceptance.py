@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from deepinfer.deepspec.acceptance import Acceptance, Answer, Judged, acceptance_of, judge
+from deepinfer.deepspec.acceptance import Acceptance, Answer, Judged, acceptance_of, judge, judge_lookup
 from deepinfer.deepspec.calibration import (
     Observations,
     expected_calibration_error,
     fit_temperatures,
-    plot_reliability,
     reliability,
     survival,
 )
 from deepinfer.deepspec.losses import Blocks
+from deepinfer.deepspec.plots import plot_acceptance, plot_reliability, plot_training
 from deepinfer.deepspec.targets import Shape
 
 VOCAB, SIZE, LENGTH = 6, 3, 256
@@ -182,14 +183,40 @@ def test_observations_are_whole_blocks_and_need_scores():
             Observations.of(none)
 
 
-def test_plot(tmp_path):
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
     seen = observations([1.0], 100)
-    curves = {"as trained": (survival(seen.scores, [1.0]), seen.survived)}
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        with pytest.raises(ValueError, match="matplotlib"):
-            plot_reliability(tmp_path / "plot.svg", curves)
-    else:
-        plot_reliability(tmp_path / "plot.svg", curves)
-        assert "<svg" in (tmp_path / "plot.svg").read_text()
+    plot_reliability(tmp_path / "1.svg", {"as trained": (survival(seen.scores, [1.0]), seen.survived)})
+    row = {"mean_length": 2.5, "prompt_lookup": 1.5, "by_position": [0.9, 0.5]}
+    plot_acceptance(tmp_path / "2.svg", {"code": row, "all": row})
+    plot_training(tmp_path / "3.svg", [{"step": 1, "loss": 2.0, "accepted_length": 1.0}])
+    for path in sorted(tmp_path.iterdir()):
+        assert "<svg" in path.read_text() and "</svg>" in path.read_text()
+
+
+def test_plots_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match="plots need matplotlib"):
+        plot_training(tmp_path / "plot.svg", [])
+
+
+def test_prompt_lookup_is_judged_by_walking():
+    """Against a plain search in lists: the longest match of 2 to 4 tokens, the latest of those, over again at its end."""
+    ids = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+    found = judge_lookup(Answer(ids, 40, 0.0), SIZE)
+    assert found.accepted.shape == (39, SIZE)
+    assert found.remaining.tolist() == list(range(39, 0, -1))
+
+    def look_up(known):
+        for count in (4, 3, 2):
+            for end in range(len(known) - 1, count - 1, -1):
+                if known[end - count : end] == known[-count:]:
+                    again = known[end:]
+                    return [again[i % len(again)] for i in range(SIZE)]
+        return [None] * SIZE
+
+    for place, accepted in enumerate(found.accepted.tolist()):
+        known, after = ids[: 21 + place], ids[21 + place :]
+        drafts = look_up(known)
+        assert accepted == [k < len(after) and drafts[k] == after[k] for k in range(SIZE)], place
+    assert acceptance_of([found]).mean_length > 1.2

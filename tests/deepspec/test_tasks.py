@@ -37,6 +37,25 @@ def test_compressed_files(tmp_path):
     assert read_tasks(tmp_path) == {"HumanEval": [LINES["humaneval"][1]]}
 
 
+def test_arrays(tmp_path):
+    """As sanitized-mbpp.json and alpaca_data.json are published."""
+    lines = [LINES["mbpp_sanitized"][0]] * 3
+    (tmp_path / "sanitized-mbpp.json").write_text(json.dumps(lines, indent=1))
+    with gzip.open(tmp_path / "alpaca_data.json.gz", "wt") as file:
+        json.dump([LINES["alpaca"][0]], file)
+    prompt = LINES["mbpp_sanitized"][1]
+    assert read_tasks(tmp_path, 2) == {"alpaca_data": [LINES["alpaca"][1]], "sanitized-mbpp": [prompt] * 2}
+    (tmp_path / "other.json").write_text('{"question": "a"}')
+    with pytest.raises(ValueError, match="not a JSON array"):
+        read_tasks(tmp_path)
+    (tmp_path / "other.json").write_text('[{"question": "a"}, {}]')
+    with pytest.raises(ValueError, match="entry 2: no question"):
+        read_tasks(tmp_path)
+    (tmp_path / "other.jsonl").write_text('{"question": "a"}')
+    with pytest.raises(ValueError, match="more than one file of other"):
+        read_tasks(tmp_path)
+
+
 @pytest.mark.parametrize(
     "text,message",
     [
@@ -56,7 +75,7 @@ def test_bad_files_are_named(tmp_path, text, message):
 
 
 def test_folders_without_sets(tmp_path):
-    with pytest.raises(ValueError, match=r"no \.jsonl file"):
+    with pytest.raises(ValueError, match=r"no \.jsonl or \.json file"):
         read_tasks(tmp_path)
     with pytest.raises(ValueError, match="not a folder"):
         read_tasks(tmp_path / "absent")

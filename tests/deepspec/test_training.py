@@ -7,15 +7,19 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from deepinfer.deepspec.acceptance import Answer
 from deepinfer.deepspec.answers import Sampling, read_answers, write_answers
 from deepinfer.deepspec.drafts import ALGORITHMS, DraftConfig, build_draft
+from deepinfer.deepspec.losses import LossWeights, block_losses
+from deepinfer.deepspec.pack import pack_answers, training_rows
 from deepinfer.deepspec.rows import cache_bytes, cached_batches, computed_batches, rows_of, write_cache
-from deepinfer.deepspec.targets import Shape
-from deepinfer.deepspec.train import TrainingOptions, load_draft, pick_anchors, save_draft, train
+from deepinfer.deepspec.targets import HEAD_NAME, Shape, fingerprint
+from deepinfer.deepspec.train import Trainer, TrainingOptions, load_draft, pick_anchors, save_draft
+from deepinfer.models.draft_head import CALIBRATION_NAME
 
 VOCAB, DIM, LENGTH = 12, 16, 20
 
@@ -113,18 +117,59 @@ def test_processes_share_an_epoch(tmp_path):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_drafts_learn(algorithm, tmp_path):
     target, rows = CountingTarget(), rows_of(counting_answers(40), LENGTH)
-    draft = build_draft(small(algorithm))
-    lengths = []
-    options = TrainingOptions(60, batch=8, anchors=8, learning_rate=1e-2)
-    train(
-        draft, target, computed_batches(rows, target, 8, 0, 0, 1), options,
-        report=lambda step, figures: lengths.append(figures["accepted_length"]),
-    )  # fmt: skip
-    assert lengths[0] < 1.5 and lengths[-1] > 2.5
-    save_draft(tmp_path, draft, {"steps": 60})
+    trainer = Trainer(
+        build_draft(small(algorithm)), target, TrainingOptions(60, batch=8, anchors=8, learning_rate=1e-2)
+    )
+    trainer.train(computed_batches(rows, target, 8, 0, 0, 1))
+    assert len(trainer.log) == 60 and trainer.log[0]["accepted_length"] < 1.5
+    assert trainer.log[-1]["accepted_length"] > 2.5
+    save_draft(tmp_path, trainer.draft, {})
     again = load_draft(tmp_path)
-    assert again.config == draft.config
-    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters(), strict=True))
+    assert again.config == trainer.draft.config
+    assert all(torch.equal(a, b) for a, b in zip(trainer.parameters, again.parameters(), strict=True))
+
+
+class StoppedError(Exception):
+    """A run that ends in the middle."""
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path, cached):
+    """The same weights, bit for bit, as those of a run in one piece, over the end of an epoch."""
+    target, rows = CountingTarget(), rows_of(counting_answers(12), LENGTH)
+    paths = write_cache(tmp_path / "cache", rows, target, 6)
+    options = TrainingOptions(9, batch=3, anchors=4, learning_rate=1e-2)
+
+    def run(folder, stop_at=None):
+        trainer = Trainer(build_draft(small("dspark")), target, options)
+        trainer.resume(folder)
+        if cached:
+            batches = cached_batches(paths, 3, 0, 0, 1, "cpu", trainer.step)
+        else:
+            batches = computed_batches(rows, target, 3, 0, 0, 1, trainer.step)
+
+        def after(trainer):
+            if trainer.step == stop_at:
+                trainer.save(folder)
+                raise StoppedError
+
+        try:
+            trainer.train(batches, after)
+        except StoppedError:
+            return None
+        return trainer
+
+    whole = run(tmp_path / "whole")
+    assert run(tmp_path / "parts", 2) is None and run(tmp_path / "parts", 6) is None
+    again = run(tmp_path / "parts")
+    assert again.step == 9 and again.log == whole.log
+    for name, value in whole.draft.state_dict().items():
+        assert torch.equal(value, again.draft.state_dict()[name]), name
+    other = Trainer(build_draft(small("dspark")), target, TrainingOptions(10, batch=3))
+    with pytest.raises(ValueError, match="another steps, anchors, learning_rate"):
+        other.resume(tmp_path / "parts")
+    with pytest.raises(ValueError, match="another draft"):
+        Trainer(build_draft(small("eagle3")), target, options).resume(tmp_path / "parts")
 
 
 def test_rate():
@@ -136,17 +181,20 @@ def test_rate():
 
 WORKER = """
 import sys, torch
+from deepinfer.deepspec.losses import LossWeights, block_losses
+from deepinfer.deepspec.pack import pack_answers, training_rows
 from deepinfer.deepspec.rows import computed_batches, rows_of
 from deepinfer.deepspec.drafts import build_draft
-from deepinfer.deepspec.train import TrainingOptions, processes, save_draft, train
+from deepinfer.deepspec.train import Trainer, TrainingOptions, processes, save_draft
 from tests.deepspec.test_training import LENGTH, CountingTarget, counting_answers, small
 torch.set_num_threads(1)
-with processes("cpu") as (rank, ranks):
+with processes("cpu") as (rank, ranks, device):
+    assert device == "cpu"
     target, rows = CountingTarget(), rows_of(counting_answers(16), LENGTH)
     draft = build_draft(small("dspark"))
     every = LENGTH - 3  # all anchors: nothing is random
     options = TrainingOptions(3, batch=4 // ranks, anchors=every)
-    train(draft, target, computed_batches(rows, target, 4 // ranks, 0, rank, ranks), options, ranks)
+    Trainer(draft, target, options, ranks).train(computed_batches(rows, target, 4 // ranks, 0, rank, ranks))
     save_draft(__import__("pathlib").Path(sys.argv[1]) / str(rank), draft, {})
 """
 
@@ -182,12 +230,82 @@ def test_answers_go_on_where_they_were(tmp_path):
     prompts = [[i, i + 1] for i in range(5)]
     whole = write_answers(path, prompts, write, Sampling())
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:3]) + lines[3][:10])
+    path.write_text("".join(lines[:4]) + lines[4][:10])
     asked.clear()
     again = write_answers(path, prompts, write, Sampling())
     assert asked == [3, 4] and [a.token_ids[:3] for a in again] == [a.token_ids[:3] for a in whole]
     assert read_answers(path) == again
     with pytest.raises(ValueError, match="other prompts"):
         write_answers(path, [[9, 9]], write, Sampling())
-    with pytest.raises(ValueError, match="other prompts"):
-        write_answers(path, prompts, write, Sampling(temperature=0.1))
+
+
+@pytest.mark.parametrize(
+    "changed,target,named",
+    [
+        ({"temperature": 0.1}, "one", "temperature"),
+        ({"max_tokens": 3}, "one", "max_tokens"),
+        ({"seed": 5}, "one", "seed"),
+        ({}, "two", "target"),
+        ({"seed": 5}, "two", "target, seed"),
+    ],
+)
+def test_answers_of_other_settings_are_not_gone_on_with(tmp_path, changed, target, named):
+    path = tmp_path / "answers.jsonl"
+
+    def write(prompts, sampling, first):
+        return [[7] for _ in prompts]
+
+    write_answers(path, [[1], [2]], write, Sampling(), target="one")
+    assert len(write_answers(path, [[1], [2], [3]], write, Sampling(), target="one")) == 3
+    with pytest.raises(ValueError, match=f"another {named}, allowed"):
+        write_answers(path, [[1], [2]], write, Sampling(**changed), target=target)
+
+
+def test_a_fingerprint_is_of_what_answers(tmp_path):
+    """Weights, config and tokenizer change it; a draft head beside them does not."""
+    for name in ("config.json", "model-00001-of-00001.safetensors"):
+        (tmp_path / name).write_bytes(b"0" * 100)
+    before = fingerprint(tmp_path)
+    for name in (HEAD_NAME, CALIBRATION_NAME):
+        (tmp_path / name).write_bytes(b"1")
+    assert fingerprint(tmp_path) == before
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"0" * 99 + b"1")
+    after = fingerprint(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"{}")
+    assert len({before, after, fingerprint(tmp_path)}) == 3
+
+
+def test_packed_rows_hold_every_answer_once():
+    answers = counting_answers(7)
+    rows = pack_answers(answers, 40)
+    inputs, targets, counted = rows.take(torch.arange(len(rows)))
+    assert inputs.shape == (4, 40)  # two answers of 18 tokens a row
+    found = [targets[counted.bool()].numel(), sorted(targets[counted.bool()].tolist())]
+    written = sorted(token for answer in answers for token in answer.token_ids[-answer.num_answer :])
+    assert found == [len(written), written]
+    with pytest.raises(ValueError, match="length: 10, allowed: more"):
+        pack_answers(answers, 10)
+
+
+def test_training_rows_come_from_answers_and_from_packed_text(tmp_path):
+    write_answers(tmp_path / "a" / "answers" / "x.jsonl", [[1, 2]] * 3, lambda p, s, f: [[3, 4]] * len(p), Sampling())
+    (tmp_path / "b").mkdir()
+    np.save(tmp_path / "b" / "train-0.npy", np.full((2, 9), 5, np.uint16))
+    np.save(tmp_path / "b" / "targets-0.npy", np.full((2, 2), 255, np.uint8))
+    both = training_rows([tmp_path / "a", tmp_path / "b"], 8)
+    assert sorted(both.ids.tolist()) == sorted([[5] * 9] * 2 + [[1, 2, 3, 4, 1, 2, 3, 4, 0], [1, 2, 3, 4] + [0] * 5])
+    with pytest.raises(ValueError, match="length: 10, the rows in --data have 8"):
+        training_rows([tmp_path / "b"], 10)
+
+
+def test_losses_at_the_temperature_that_was_drawn():
+    """With a narrow range it is known; both distributions are heated alike."""
+    generator = torch.Generator().manual_seed(0)
+    draft, target = torch.randn(4, 2, 9, generator=generator), torch.randn(4, 2, 9, generator=generator)
+    counted = torch.ones(4, 2)
+    cold = block_losses(draft / 0.5, target / 0.5, None, counted, LossWeights())
+    warm = block_losses(draft, target, None, counted, LossWeights())
+    drawn = [block_losses(draft, target, None, counted, LossWeights(coldest=0.5)).loss for _ in range(30)]
+    same = block_losses(draft, draft, None, counted, LossWeights(coldest=0.1))
+    torch.testing.assert_close(same.acceptance, torch.ones(2))
+    assert min(cold.loss, warm.loss) < min(drawn) < max(drawn) < max(cold.loss, warm.loss)
