@@ -201,7 +201,7 @@ def test_plots_without_matplotlib(tmp_path, monkeypatch):
 
 
 def test_prompt_lookup_is_judged_by_walking():
-    """Against a plain search in lists: the longest match of 2 to 4 tokens, the latest of those, over again at its end."""
+    """Against a plain search in lists: the longest match of 2 to 4 tokens, then the latest."""
     ids = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(3)).tolist()
     found = judge_lookup(Answer(ids, 40, 0.0), SIZE)
     assert found.accepted.shape == (39, SIZE)
