@@ -146,7 +146,7 @@ static u32 remote(u32 address, u32 rank) { return (address & 0xFFFFFF) | rank <<
 static u8* place(u32 address) { return &blocks[address >> 24].memory.at(address & 0xFFFFFF); }
 static uint4 load_remote4(u32 address) { uint4 v; memcpy(&v, place(address), 16); return v; }
 static void store_remote(u32 address, u32 value) { memcpy(place(address), &value, 4); }
-static void store_remote_half(u32 address, u32 value) { memcpy(place(address), &value, 2); }
+static void add_remote(u32 address, u32 value) { u32 old; memcpy(&old, place(address), 4); store_remote(address, old + value); }
 static void store_remote2(u32 address, u32 a, u32 b) { store_remote(address, a), store_remote(address + 4, b); }
 
 static u32 plain_float(u32 x) { return (x & 0x7FFFFFFF) > 0x7F800000 ? 0x7FFFFFFF : x == 0x80000000 ? 0 : x; }

@@ -60,12 +60,12 @@ DEVICE void store_remote(u32 address, u32 value) {
     asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
 }
 
-DEVICE void store_remote_half(u32 address, u32 value) {
-    asm volatile("st.shared::cluster.u16 [%0], %1;" :: "r"(address), "h"(static_cast<u16>(value)) : "memory");
-}
-
 DEVICE void store_remote2(u32 address, u32 first, u32 second) {
     asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" :: "r"(address), "r"(first), "r"(second) : "memory");
+}
+
+DEVICE void add_remote(u32 address, u32 value) {
+    asm volatile("red.shared::cluster.add.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
 }
 
 // For launches that start early: the next one may start when all blocks are here, and this one goes on when the launch

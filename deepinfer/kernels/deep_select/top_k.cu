@@ -154,26 +154,39 @@ struct Own {
     u32 first, step, count;
 };
 
+// The bins that candidates are counted in.
+struct Bins {
+    u32 base;
+    int shift;
+
+    DEVICE Bins(u32 bound, u32 most) {
+        base = bound << (16 - SHIFT);
+        shift = max(22 - __clz(((most - bound + 1) << (16 - SHIFT)) - 1), 0);
+    }
+    DEVICE u32 of(u32 key) const { return (key >> SHIFT) - base >> shift; }
+};
+
 // s.last_key and s.last_position of `wanted` candidates in the order of their keys, equal ones in that of positions.
 DEVICE void find_last(
-    const Params& p, const uint2 (&held)[HELD], const Own& own, u32 wanted, u32 bound, u32 most, u32* bins,
+    const Params& p, const uint2 (&held)[HELD], const Own& own, u32 wanted, const Bins& bins, const u32* counted,
     uint2* close, Shared& s
 ) {
-    u32 base = bound << (16 - SHIFT), range = ((most - bound + 1) << (16 - SHIFT)) - 1;
-    int shift = max(22 - __clz(range), 0);
-    FOR_EACH_CANDIDATE(atomicAdd(&bins[(one.x >> SHIFT) - base >> shift], 1u);)
-    __syncthreads();
-    find_bin<1, BINS / THREADS>(bins, wanted, s);
+    find_bin<1, BINS / THREADS>(counted, wanted, s);
     u32 digit = s.digit, above = s.above;
     if (s.inside <= CLOSE) {
-        FOR_EACH_CANDIDATE(if ((one.x >> SHIFT) - base >> shift == digit) close[atomicAdd(&s.close, 1u)] = one;)
+        uint2 none = {0, 0};
+        if (threadIdx.x < 3) close[s.inside + threadIdx.x] = none;  // read four at a time
+        FOR_EACH_CANDIDATE(if (bins.of(one.x) == digit) close[atomicAdd(&s.close, 1u)] = one;)
         __syncthreads();
         if (threadIdx.x < s.inside) {
             uint2 mine = close[threadIdx.x];
             u32 ahead = above;
-            for (u32 i = 0; i < s.inside; i++) {
-                uint2 other = close[i];
-                ahead += other.x > mine.x || (other.x == mine.x && other.y <= mine.y);
+            for (u32 i = 0; i < s.inside; i += 4) {
+#pragma unroll
+                for (u32 j = 0; j < 4; j++) {
+                    uint2 other = close[i + j];
+                    ahead += other.x > mine.x || (other.x == mine.x && other.y <= mine.y);
+                }
             }
             if (ahead == wanted) s.last_key = mine.x, s.last_position = mine.y;
         }
@@ -181,7 +194,7 @@ DEVICE void find_last(
         return;
     }
     // Many close ones: bisect on keys, then on the positions of equal ones.
-    u32 low = base << SHIFT, high = 0xFFFFFFFFu;
+    u32 low = bins.base << SHIFT, high = 0xFFFFFFFFu;
     while (low < high) {
         u32 middle = low + (high - low) / 2 + 1, count = 0;
         FOR_EACH_CANDIDATE(count += one.x >= middle;)
@@ -208,13 +221,13 @@ DEVICE void find_last(
 KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     SHARED_MEMORY(memory);
     Shared& s = *reinterpret_cast<Shared*>(memory);
-    int num_maxima = THREADS * (p.fine ? VECTORS : 1);  // of a block
     uint2* lists = reinterpret_cast<uint2*>(memory + (sizeof(Shared) + 15) / 16 * 16);  // (key, position) by block
-    u16* maxima = reinterpret_cast<u16*>(lists + CLUSTER * p.list);
-    u32* bins = reinterpret_cast<u32*>(maxima);  // once the bound is known
-    u32* positions = bins + max(num_maxima / 2, BINS);  // of this block's candidates
+    u32* counted = reinterpret_cast<u32*>(lists + CLUSTER * p.list);  // candidates by bin, in the leader
+    u16* before = reinterpret_cast<u16*>(counted);  // once the last one is known: chosen before each two words
+    u32* positions = counted + BINS;  // of this block's candidates
+    u16* maxima = reinterpret_cast<u16*>(positions);  // until the bound is known
     uint2* close = reinterpret_cast<uint2*>(positions);  // once they are sent
-    u32* bitmap = positions + max(p.list, 2 * CLOSE);
+    u32* bitmap = positions + max(p.list, 2 * (CLOSE + 4));
     int thread = threadIdx.x;
     u32 rank = blockIdx.x % CLUSTER, leader = blockIdx.y % CLUSTER;
     long long row_index = blockIdx.y;
@@ -232,6 +245,7 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     if (thread == 0) s.count = 0, s.overflow = 0, s.close = 0, s.searcher = hardware_place() % WARPS;
     if (rank == leader) {
         for (int i = thread; i < WORDS; i += THREADS) bitmap[i] = 0;
+        for (int i = thread; i < BINS; i += THREADS) counted[i] = 0;
     }
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
@@ -269,6 +283,7 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
         bound = min(bound, s.bounds[other] & 0xFFFF);
         most = max(most, s.bounds[other] >> 16);
     }
+    const Bins bins(bound, most);
     u32 bound_value = bits_of(bound << 16) >> 16;
     bound_value |= bound_value << 16;
     for (int chunk = 0; chunk < p.chunks; chunk++) {
@@ -294,13 +309,13 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
         if (thread < CLUSTER) store_remote(remote(shared_address(&s.overflow), thread), 1);
     } else {
         u32 list_target = remote(shared_address(lists + rank * p.list), leader);
+        u32 bin_target = remote(shared_address(counted), leader);
         for (u32 i = thread; i < count; i += THREADS) {
-            store_remote2(list_target + 8 * i, ordered(load_bits(row, positions[i])), positions[i]);
+            u32 key = ordered(load_bits(row, positions[i]));
+            store_remote2(list_target + 8 * i, key, positions[i]);
+            add_remote(bin_target + 4 * bins.of(key), 1);
         }
         if (thread == 0) store_remote(remote(shared_address(&s.counts[rank]), leader), count);
-    }
-    if (rank == leader) {
-        for (int i = thread; i < BINS; i += THREADS) bins[i] = 0;
     }
     cluster_sync();
     if (s.overflow) {
@@ -323,7 +338,7 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     }
     u32 last_key = 1, last_position = 0;  // all of them
     if (total > wanted) {
-        find_last(p, held, own, wanted, bound, most, bins, close, s);
+        find_last(p, held, own, wanted, bins, counted, close, s);
         last_key = s.last_key, last_position = s.last_position;
         total = wanted;
     }
@@ -342,24 +357,28 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
         })
         __syncthreads();
         const u32* words = bitmap + thread * (OWN_WORDS + 1);
-        u32 chosen = 0, used = 0;
+        u32 chosen = 0, sums[OWN_WORDS / 2];
 #pragma unroll
-        for (int i = 0; i < OWN_WORDS; i++) {
-            chosen += __popc(words[i]);
-            used |= words[i] != 0 ? 1u << i : 0;
+        for (int i = 0; i < OWN_WORDS / 2; i++) {
+            sums[i] = chosen;
+            chosen += __popc(words[2 * i]) + __popc(words[2 * i + 1]);
         }
         u32 place = written + inclusive_sum(chosen, s) - chosen;
-        for (; used != 0; used &= used - 1) {
-            int i = __ffs(used) - 1;
-            for (u32 bits = words[i]; bits != 0; bits &= bits - 1) {
-                out[place++] = chunk * WINDOW + (thread * OWN_WORDS + i) * 32 + __ffs(bits) - 1;
+#pragma unroll
+        for (int i = 0; i < OWN_WORDS / 2; i++) before[thread * (OWN_WORDS / 2) + i] = place + sums[i];
+        if (thread == THREADS - 1) s.count = place + chosen;
+        __syncthreads();
+        written = s.count;
+        FOR_EACH_CANDIDATE({
+            u32 at = one.y - chunk * WINDOW;
+            if (at < WINDOW && (one.x > last_key || (one.x == last_key && one.y <= last_position))) {
+                u32 word = at / 32;
+                const u32* bits = bitmap + word + word / OWN_WORDS;
+                u32 place_of = before[word / 2] + __popc(bits[0] & (1u << at % 32) - 1);
+                if (word % 2 != 0) place_of += __popc(bits[-1]);
+                out[place_of] = one.y;
             }
-        }
-        if (p.chunks > 1) {
-            if (thread == THREADS - 1) s.count = place;
-            __syncthreads();
-            written = s.count;
-        }
+        })
     }
     for (u32 i = total + thread; i < p.k; i += THREADS) out[i] = -1;
 }

@@ -51,10 +51,9 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, as the kernel lays it out."""
-        maxima = THREADS * (8 if self.fine else 1)
         fixed = -(-(8 * (THREADS // 32) + 8 * self.cluster + 4 * 10) // 16) * 16
         bitmap = max(self.cluster * CHUNK // 8 + 4 * THREADS, self.chunks * CHUNK // 4)
-        return fixed + self.cluster * 8 * self.list + 4 * (max(maxima // 2, 1024) + max(self.list, 512)) + bitmap
+        return fixed + self.cluster * 8 * self.list + 4 * (1024 + max(self.list, 520)) + bitmap
 
 
 def plan(width: int, k: int) -> Plan | None:
