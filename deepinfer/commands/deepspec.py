@@ -229,7 +229,8 @@ def eval(
     rows = summary(judged, lookups, step_times(model, where, loaded))
     if not rows:
         raise ValueError("answers: none is long enough to draft in, allowed: at least 2 tokens")
-    (out / "eval.json").write_text(json.dumps({"temperature": temperature, "sets": rows}, indent=1) + "\n")
+    record = {"temperature": temperature, "drawn": drawn, "sets": rows}
+    (out / "eval.json").write_text(json.dumps(record, indent=1) + "\n")
     table = Table("set", "rounds", "accepted length", "prompt lookup", "accepted by position", "projected speed-up")
     for name, row in rows.items():
         by_position = " ".join(f"{share:.2f}" for share in row["by_position"])

@@ -1,0 +1,94 @@
+"""From the results of `deepspec eval` and `calibrate` to records and the generated part of docs/speculation.md.
+
+    python -m deepinfer.deepspec.report --evals T0 T1 DRAWN --calibration CALIBRATION
+
+EVAL folders hold eval.json, the one of --calibration holds calibration.json; --runs keeps their figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from deepinfer.bench.results import RESULTS_DIR, Record, cpu_device_name, measured, save
+
+_GENERATED = re.compile(r"(<!-- nano:drafts -->\n).*?(<!-- /nano:drafts -->)", re.DOTALL)
+EVAL = "deepinfer deepspec eval --target nano --tasks benchmarks/nano/draft_prompts --max-tokens 128 --out OUT"
+LENGTH_WANTED, ERROR_ALLOWED = 2.2, 0.06
+SETS = {"prose": "prose", "code": "code", "tool": "tool calls", "all": "all"}
+
+
+def label(run: dict[str, Any]) -> str:
+    """How the answers and drafts of an eval.json were made."""
+    return f"temperature {run['temperature']:g}" + (", drafts drawn" if run["drawn"] else "")
+
+
+def command(run: dict[str, Any]) -> str:
+    """What makes such an eval.json."""
+    return f"{EVAL} --temperature {run['temperature']:g}" + (" --drawn" if run["drawn"] else "")
+
+
+def records(runs: list[dict[str, Any]], calibration: dict[str, Any]) -> list[Record]:
+    """Of every set of every run, and of the confidences. The target length is that of greedy answers."""
+    known: dict[str, Any] = {"part": "5", "unit": "tokens", "device": cpu_device_name()}
+    found = []
+    for run in runs:
+        for name, row in run["sets"].items():
+            target = LENGTH_WANTED if run["temperature"] == 0 else None
+            text = f"mean accepted length, {SETS[name]}, {label(run)}"
+            about = known | {"command": command(run)}
+            found.append(measured(f"{text} (nano's head)", value=row["mean_length"], target=target, **about))
+            if not run["drawn"]:  # prompt lookup draws nothing: it would be the run before, once more
+                found.append(measured(f"{text} (prompt lookup)", value=row["prompt_lookup"], **about))
+    error = calibration["expected_calibration_error"]["calibrated"]
+    about = known | {"unit": "", "higher_is_better": False, "command": EVAL.replace("eval", "calibrate")}
+    found.append(measured("expected calibration error of survival", value=error, target=ERROR_ALLOWED, **about))
+    return found
+
+
+def document(runs: list[dict[str, Any]], calibration: dict[str, Any]) -> str:
+    """The table of accepted lengths, and how well the confidences are calibrated."""
+    lines = [
+        "| nano's head (prompt lookup), 5 drafts | rounds | " + " | ".join(SETS.values()) + " |",
+        "| --- |" + " --- |" * (1 + len(SETS)),
+    ]
+    for run in runs:
+        cells = [f"{row['mean_length']:.2f} ({row['prompt_lookup']:.2f})" for row in map(run["sets"].get, SETS)]
+        lines.append(f"| {label(run)} | {run['sets']['all']['rounds']:,} | " + " | ".join(cells) + " |")
+    errors = calibration["expected_calibration_error"]
+    text = (
+        f"The expected calibration error on {calibration['blocks']:,} blocks of answers that were not fitted on is "
+        f"{errors['as trained']:.3f} as trained and {errors['calibrated']:.3f} calibrated."
+    )
+    return "\n".join([*lines, "", text, ""])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--evals", type=Path, nargs="+", required=True)
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, default=Path("benchmarks/nano"))
+    parser.add_argument("--results", type=Path, default=RESULTS_DIR)
+    parser.add_argument("--document", type=Path, default=Path("docs/speculation.md"))
+    options = parser.parse_args(arguments)
+    runs = [json.loads((folder / "eval.json").read_text()) for folder in options.evals]
+    for run in runs:
+        for row in run["sets"].values():
+            row.pop("speed_up")  # of a machine that did other things too
+    calibration = json.loads((options.calibration / "calibration.json").read_text())
+    for name, figures in (("draft_acceptance", runs), ("draft_calibration", calibration)):
+        (options.runs / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    save("drafts", records(runs, calibration), options.results)
+    text, count = _GENERATED.subn(
+        lambda match: match[1] + document(runs, calibration) + match[2], options.document.read_text(encoding="utf-8")
+    )
+    if count != 1:
+        raise ValueError(f"document: {options.document} must have one <!-- nano:drafts --> part, has {count}")
+    options.document.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
