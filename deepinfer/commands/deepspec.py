@@ -15,6 +15,7 @@ from deepinfer.commands.options import Group, examples, takes
 
 if TYPE_CHECKING:
     from deepinfer.deepspec.acceptance import Answer
+    from deepinfer.deepspec.losses import LossWeights
 
 app = typer.Typer(
     help="Train and measure draft models for speculative decoding.",
@@ -45,6 +46,16 @@ ASKED: Group = {
     "seed": (Seed, 0),
     "device": (Device, "cpu"),
 }
+# What both kinds of training have in common.
+TRAINED: Group = {
+    "target": (Target, "nano"),
+    "anchors": (Annotated[int, typer.Option(min=1, help="Blocks of a row.")], 64),
+    "gamma": (Annotated[float, typer.Option(min=0.1, help="Draft k counts exp(-k / gamma).")], 4.0),
+    "coldest": (Annotated[float, typer.Option(min=0.05, max=1.0, help="Lowest temperature drafted for.")], 1.0),
+    "seed": (Annotated[int, typer.Option(min=0)], 0),
+    "device": (Device, "cpu"),
+    "plot": (Plot, None),
+}
 MEASURED: Group = ASKED | {"draft": (Draft, None), "length": (Length, 1024), "plot": (Plot, None)}
 
 
@@ -52,6 +63,12 @@ def _folder(target: str) -> Path:
     from deepinfer.engine.model_path import resolve_model
 
     return resolve_model(target)
+
+
+def _loss_weights(how: dict[str, Any]) -> LossWeights:
+    from deepinfer.deepspec.losses import LossWeights
+
+    return LossWeights(gamma=how["gamma"], coldest=how["coldest"])
 
 
 @contextmanager
@@ -121,36 +138,29 @@ def prepare(
         "deepinfer deepspec train --target nano --data ./data --algorithm dspark --out ./draft",
         "deepinfer deepspec train --target ./Qwen3-4B --data ./data --algorithm eagle3 --out ./draft --device cuda",
         "torchrun --nproc-per-node 8 -m deepinfer.cli deepspec train ... --device cuda",
-        "python -m deepinfer.deepspec.v41_train --help   # the head of a V4.1 checkpoint",
     )
 )
+@takes(how=TRAINED)
 def train(
     data: Annotated[Path, typer.Option(help="Folder that `prepare` wrote.")],
     out: Annotated[Path, typer.Option(help="The draft goes here; a run that was stopped goes on.")],
-    target: Target = "nano",
+    how: dict[str, Any],
     algorithm: Annotated[str, typer.Option(help="dflash, dspark or eagle3.")] = "dspark",
     steps: Annotated[int, typer.Option(min=1)] = 1000,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a step, of each process.")] = 8,
-    anchors: Annotated[int, typer.Option(min=1, help="Blocks of a row.")] = 64,
     block_size: Annotated[int, typer.Option(min=1, help="Drafts of a block.")] = 5,
     num_layers: Annotated[int, typer.Option(min=1)] = 2,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 6e-4,
-    gamma: Annotated[float, typer.Option(min=0.1, help="Draft k counts exp(-k / gamma).")] = 4.0,
-    coldest: Annotated[float, typer.Option(min=0.05, max=1.0, help="Lowest temperature drafted for.")] = 1.0,
     noise_token_id: Annotated[int, typer.Option(min=0, help="Stands for the tokens to be drafted.")] = 0,
     length: Annotated[
         int | None, typer.Option(min=16, help="Tokens of a row; default: those of the cache, or 512.")
     ] = None,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 200,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Device = "cpu",
-    plot: Plot = None,
 ) -> None:
     """Train a draft on the target's answers; hidden states come from the cache if there is one."""
     from deepinfer.deepspec import train as training
     from deepinfer.deepspec.answers import read_answers
     from deepinfer.deepspec.drafts import DraftConfig, build_draft
-    from deepinfer.deepspec.losses import LossWeights
     from deepinfer.deepspec.rows import cached_batches, computed_batches, rows_of, shard_sizes
     from deepinfer.deepspec.targets import load_target
 
@@ -164,10 +174,12 @@ def train(
             raise ValueError(f"length: {length}, allowed: {cached}, that of the cache in {data}")
         length = cached
     length = length or 512
-    losses = LossWeights(gamma=gamma, coldest=coldest)
-    options = training.TrainingOptions(steps, batch, anchors, learning_rate, seed=seed, losses=losses)
-    with training.processes(device) as (rank, ranks, own):
-        model = load_target(_folder(target), length, own)
+    seed = how["seed"]
+    options = training.TrainingOptions(
+        steps, batch, how["anchors"], learning_rate, seed=seed, losses=_loss_weights(how)
+    )
+    with training.processes(how["device"]) as (rank, ranks, own):
+        model = load_target(_folder(how["target"]), length, own)
         config = DraftConfig(algorithm, model.shape, block_size, num_layers, noise_token_id=noise_token_id)
         trainer = training.Trainer(build_draft(config, seed).to(own), model, options, ranks)
         trainer.resume(out)
@@ -187,10 +199,62 @@ def train(
                     trainer.save(out)
 
             trainer.train(batches, after)
-    if plot is not None and rank == 0:
+    if how["plot"] is not None and rank == 0:
         from deepinfer.deepspec.plots import plot_training
 
-        plot_training(plot, trainer.log)
+        plot_training(how["plot"], trainer.log)
+
+
+@app.command(
+    epilog=examples(
+        "deepinfer deepspec train-head --target nano --data ./data --out ./head --minutes 4 --device cuda",
+        "deepinfer deepspec attach --target nano --head ./head/model-draft.safetensors --out ./nano-with-head",
+    )
+)
+@takes(how=TRAINED)
+def train_head(
+    data: Annotated[list[Path], typer.Option(help="Folder of `prepare`, or with train-N.npy; may be repeated.")],
+    out: Annotated[Path, typer.Option(help="model-draft.safetensors and training.json go here.")],
+    how: dict[str, Any],
+    minutes: Annotated[float, typer.Option(min=0.01, help="Length of the schedule.")],
+    init: Annotated[
+        str | None, typer.Option(help="Go on from the head of this checkpoint, with a lower --peak.")
+    ] = None,
+    stages: Annotated[int, typer.Option(min=1, help="Draft layers (num_nextn_predict_layers).")] = 2,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 16,
+    reads: Annotated[int, typer.Option(min=1, help="Batches that the target reads at a time.")] = 4,
+    peak: Annotated[float, typer.Option(min=0.0, help="Times all learning rates.")] = 1.0,
+    length: Length = 1024,
+) -> None:
+    """Train the draft head of a V4.1 checkpoint, which the engine runs."""
+    from deepinfer.deepspec import v41_train
+
+    options = v41_train.HeadOptions(
+        minutes, stages, batch, reads, how["anchors"], length, peak, how["seed"], _loss_weights(how)
+    )
+    start = None if init is None else _folder(init)
+    run = v41_train.train_head(_folder(how["target"]), data, out, options, how["device"], start)
+    if how["plot"] is not None:
+        from deepinfer.deepspec.plots import plot_training
+
+        plot_training(how["plot"], run.log)
+
+
+@app.command(
+    epilog=examples(
+        "deepinfer deepspec attach --target nano --head ./head/model-draft.safetensors --out ./nano-with-head"
+    )
+)
+def attach(
+    head: Annotated[Path, typer.Option(help="model-draft.safetensors of `train-head`.")],
+    out: Annotated[Path, typer.Option(help="Where the checkpoint with this head goes; may be the target's folder.")],
+    target: Target = "nano",
+) -> None:
+    """Put a trained head into a V4.1 checkpoint; the target's own tensors stay as they are. Calibrate it then."""
+    from deepinfer.deepspec.v41_checkpoint import attach_head
+
+    config = attach_head(_folder(target), head, out)
+    print(f"{out}: {config.num_nextn_predict_layers} draft layers, {config.dspark_block_size} drafts a round")
 
 
 @app.command(

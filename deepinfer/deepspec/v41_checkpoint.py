@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec.targets import HEAD_NAME
 from deepinfer.deepspec.v41_blocks import draft_kinds
-from deepinfer.models.checkpoint_format import parameter_specs, stored_tensors
+from deepinfer.models.checkpoint_format import expected_tensors, parameter_specs, stored_tensors
 from deepinfer.models.draft_head import CALIBRATION_NAME
 from deepinfer.models.loader import INDEX_NAME, is_draft
 from deepinfer.models.reference import Weights
@@ -51,17 +52,21 @@ def write_head(path: Path, config: ModelConfig, weights: Weights) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
-def attach_head(
-    checkpoint: Path, head: Path, out: Path, stages: int, temperatures: list[float] | None = None
-) -> ModelConfig:
+def attach_head(checkpoint: Path, head: Path, out: Path, temperatures: list[float] | None = None) -> ModelConfig:
     """`checkpoint` with the head file `head` as its draft layers, written to `out` (which may be `checkpoint`).
 
     The other tensors keep their files, byte for byte; a head that was attached before is replaced.
 
     Raises:
-        ValueError: the checkpoint has a head in its other files.
+        ValueError: the checkpoint has a head in its other files, or the file is not a head of its shape.
     """
-    config = ModelConfig.from_file(checkpoint).with_draft_layers(stages)
+    found = _shapes(head)
+    stages = {name.split(".")[1] for name in found if is_draft(name)}
+    config = ModelConfig.from_file(checkpoint).with_draft_layers(max(len(stages), 1))
+    expected = {name: spec.shape for name, spec in expected_tensors(config).items() if is_draft(name)}
+    if found != expected:
+        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise ValueError(f"head: {head} does not fit {checkpoint}: {wrong[0]} and {len(wrong) - 1} more")
     index = json.loads((checkpoint / INDEX_NAME).read_text(encoding="utf-8"))
     weight_map = {name: file for name, file in index["weight_map"].items() if not is_draft(name)}
     old = {file for name, file in index["weight_map"].items() if is_draft(name)}
@@ -74,7 +79,7 @@ def attach_head(
             shutil.copyfile(checkpoint / file, out / file)
     if head.resolve() != (out / HEAD_NAME).resolve():
         shutil.copyfile(head, out / HEAD_NAME)
-    weight_map |= dict.fromkeys(load_file(out / HEAD_NAME), HEAD_NAME)
+    weight_map |= dict.fromkeys(found, HEAD_NAME)
     index = {
         "metadata": {**index["metadata"], "total_size": total + _size(out / HEAD_NAME)},
         "weight_map": dict(sorted(weight_map.items())),
@@ -85,6 +90,14 @@ def attach_head(
     if temperatures is not None:
         (out / CALIBRATION_NAME).write_text(json.dumps({"temperatures": temperatures}) + "\n")
     return config
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"head: {path} cannot be read: {error}") from None
 
 
 def _size(path: Path) -> int:

@@ -1,21 +1,16 @@
 """Train the DSpark head of a V4.1 checkpoint on packed rows; the target's hidden states are computed on the fly.
 
-    python -m deepinfer.deepspec.v41_train --target deepinfer/checkpoints/nano --data DATA --out OUT --minutes 4
-
-DATA was written by `deepinfer deepspec prepare` (the target's own answers), or holds train-N.npy and targets-N.npy of
-other text (see `deepinfer/train/data`). The target reads whole rows (teacher forcing);
-at every step `--anchors` positions of each row get a block of drafts. The head is written in the public format every
-minute and at the end (`model-draft.safetensors`); `attach_head` puts it into the checkpoint. The optimiser, the
-rounding of masters and the schedule are those of `deepinfer/train`.
+The target reads whole rows (teacher forcing); at every step some positions of each row get a block of drafts. The head
+is written in the public format every minute and at the end (`model-draft.safetensors`); `attach_head` puts it into the
+checkpoint. The optimiser, the rounding of masters and the schedule are those of `deepinfer/train`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,79 +91,78 @@ def stored_masters(config: ModelConfig, checkpoint: Path) -> dict[str, Tensor]:
     return {kind.name: torch.stack([weights[name] for name in kind.names]) for kind in draft_kinds(config)}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, required=True, help="checkpoint folder")
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders of `prepare` or with train-N.npy")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--init", type=Path, help="go on from the head of this checkpoint: give a lower --peak then")
-    parser.add_argument("--stages", type=int, default=2, help="draft layers (num_nextn_predict_layers)")
-    parser.add_argument("--minutes", type=float, required=True, help="length of the schedule")
-    parser.add_argument("--batch", type=int, default=16, help="rows a step")
-    parser.add_argument("--reads", type=int, default=4, help="batches that the target reads at a time")
-    parser.add_argument("--anchors", type=int, default=192, help="blocks a row")
-    parser.add_argument("--gamma", type=float, default=LossWeights.gamma)
-    parser.add_argument("--coldest", type=float, default=LossWeights.coldest, help="lowest temperature drafted for")
-    parser.add_argument("--peak", type=float, default=Schedule.peak)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--eager", action="store_true", help="launch kernels one by one instead of replaying a graph")
-    options = parser.parse_args(arguments)
+@dataclass(frozen=True)
+class HeadOptions:
+    """A run. `minutes` of training; `batch` rows of `length` tokens a step; `peak` times all learning rates."""
 
-    config = ModelConfig.from_file(options.target).with_draft_layers(options.stages)
-    on_gpu = options.device != "cpu"
+    minutes: float
+    stages: int = 2  # draft layers (num_nextn_predict_layers)
+    batch: int = 16
+    reads: int = 4  # batches that the target reads at a time
+    anchors: int = 192  # blocks a row
+    length: int = 1024
+    peak: float = Schedule.peak
+    seed: int = 0
+    losses: LossWeights = field(default_factory=LossWeights)
+
+
+def train_head(
+    folder: Path,
+    data: list[Path],
+    out: Path,
+    options: HeadOptions,
+    device: str,
+    init: Path | None = None,
+    use_graphs: bool = True,
+) -> Run:
+    """Train a head for the checkpoint in `folder` and write it to `out`, with the log of the run.
+
+    Args:
+        data: folders that `deepspec prepare` wrote, or with train-N.npy and targets-N.npy (see `deepinfer/train/data`).
+        init: go on from the head of this checkpoint; a lower `peak` is wanted then.
+        use_graphs: replay the steps as a CUDA graph.
+    """
+    config = ModelConfig.from_file(folder).with_draft_layers(options.stages)
+    on_gpu = device != "cpu"
     if on_gpu:
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(options.seed)
     started = time.perf_counter()
-    target = V41Target(options.target, options.length, options.device)
+    rows = training_rows(data, options.length, options.seed).to(device)
+    target = V41Target(folder, options.length, device)
     model = BlockModel(config, target.embed, target.head, options.length)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    masters = initial_masters(config, options.seed) if options.init is None else stored_masters(config, options.init)
-    parameters = Parameters(draft_kinds(config), masters, options.device, dtype)
+    masters = initial_masters(config, options.seed) if init is None else stored_masters(config, init)
+    parameters = Parameters(draft_kinds(config), masters, device, dtype)
     optimizer = Optimizer(parameters, Rates())
-    rows = training_rows(options.data, options.length, options.seed).to(options.device)
     batches = TargetBatches(rows, target, options.batch, options.reads, options.seed)
-    loss_weights, schedule = (
-        LossWeights(gamma=options.gamma, coldest=options.coldest),
-        Schedule(peak=options.peak, dense=0.0),
-    )
     run = Run(seed=options.seed)
     print(f"rows {len(rows)}, set up in {time.perf_counter() - started:.1f} s", flush=True)
 
     def save(run: Run) -> None:
-        write_head(options.out / HEAD_NAME, config, head_weights(config, parameters.masters))
+        write_head(out / HEAD_NAME, config, head_weights(config, parameters.masters))
         record: dict[str, Any] = {
-            "loss_weights": asdict(loss_weights),
-            "stages": options.stages,
-            "batch": options.batch,
-            "anchors": options.anchors,
+            **asdict(options),
             "rows": len(rows),
             "epochs": run.step / batches.per_epoch,
-            "minutes": options.minutes,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "torch": torch.__version__,
             **asdict(run),
         }
-        (options.out / "training.json").write_text(json.dumps(record) + "\n")
+        (out / "training.json").write_text(json.dumps(record) + "\n")
 
-    options.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     train(
-        partial(gradient_step, model, parameters, loss_weights, options.anchors),
+        partial(gradient_step, model, parameters, options.losses, options.anchors),
         optimizer,
         batches,
         run,
-        schedule,
+        Schedule(peak=options.peak, dense=0.0),
         progress_of=lambda run: run.seconds / (60 * options.minutes),
         stop=lambda run: False,
         save=save,
         save_seconds=60.0,
-        use_graphs=not options.eager,
+        use_graphs=use_graphs,
     )
-    took = time.perf_counter() - started
-    print(f"step {run.step}, {run.tokens} tokens, {took:.0f} s in this call", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    print(f"step {run.step}, {run.tokens} tokens, {time.perf_counter() - started:.0f} s in this call", flush=True)
+    return run

@@ -7,9 +7,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from deepinfer.cli import main
 from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec import v41_train
 from deepinfer.deepspec.targets import V41Target
@@ -47,14 +48,17 @@ def trained(checkpoint, tmp_path_factory):
     rng = np.random.default_rng(0)
     np.save(data / "train-0.npy", rng.integers(3, 500, (6, LENGTH + 1)).astype(np.uint16))
     np.save(data / "targets-0.npy", np.packbits(np.ones((6, LENGTH + 1), np.uint8), axis=1))
-    arguments = ["--target", checkpoint, "--data", data, "--out", out, "--device", "cpu", "--length", LENGTH]
-    arguments += ["--stages", 2, "--batch", 2, "--reads", 2, "--anchors", 4, "--minutes", 0.03]
-    v41_train.main([str(argument) for argument in arguments])
+    arguments = ["train-head", "--target", checkpoint, "--data", data, "--out", out, "--length", LENGTH, "--batch", 2]
+    arguments += ["--reads", 2, "--anchors", 4, "--minutes", 0.03, "--coldest", 0.2, "--plot", out / "curve.svg"]
+    with pytest.raises(SystemExit) as ended:
+        main(["deepspec", *map(str, arguments)])
+    assert ended.value.code == 0
     return out
 
 
 def test_training_writes_the_public_tensors(checkpoint, trained):
     record = json.loads((trained / "training.json").read_text())
+    assert record["losses"]["coldest"] == 0.2 and "<svg" in (trained / "curve.svg").read_text()
     assert record["step"] >= 1 and record["stages"] == 2
     config = ModelConfig.from_file(checkpoint).with_draft_layers(2)
     expected = {name for name in expected_tensors(config) if is_draft(name)}
@@ -62,7 +66,7 @@ def test_training_writes_the_public_tensors(checkpoint, trained):
 
 
 def test_attached_heads_load_and_the_rest_stays(checkpoint, trained, tmp_path):
-    attach_head(checkpoint, trained / HEAD_NAME, tmp_path, 2, [1.5, 1.0, 0.5])
+    attach_head(checkpoint, trained / HEAD_NAME, tmp_path, [1.5, 1.0, 0.5])
     model = load_model(tmp_path, torch.float32, draft_head=True)
     assert model.draft_head.temperatures.tolist() == [1.5, 1.0, 0.5]
     plain = load_model(tmp_path, torch.float32)
@@ -75,7 +79,7 @@ def test_attached_heads_load_and_the_rest_stays(checkpoint, trained, tmp_path):
     # Once more in place, with another head: nothing is counted twice.
     config = ModelConfig.from_file(checkpoint).with_draft_layers(1)
     write_head(tmp_path / "new.safetensors", config, head_weights(config, initial_masters(config, 3)))
-    attach_head(tmp_path, tmp_path / "new.safetensors", tmp_path, 1)
+    attach_head(tmp_path, tmp_path / "new.safetensors", tmp_path)
     (tmp_path / "new.safetensors").unlink()
     assert not (tmp_path / "draft_calibration.json").exists()
     assert len(load_model(tmp_path, torch.float32, draft_head=True).draft_head.layers) == 1
@@ -84,11 +88,29 @@ def test_attached_heads_load_and_the_rest_stays(checkpoint, trained, tmp_path):
     assert index["metadata"]["total_size"] == sum(sizes)
 
 
+def test_attach_from_the_command_line(checkpoint, trained, tmp_path, capsys):
+    def attach(head):
+        with pytest.raises(SystemExit) as ended:
+            main(
+                ["deepspec", "attach", "--target", str(checkpoint), "--head", str(head), "--out", str(tmp_path / "new")]
+            )
+        return ended.value.code
+
+    assert attach(trained / HEAD_NAME) == 0
+    assert "2 draft layers" in capsys.readouterr().out
+    assert len(load_model(tmp_path / "new", torch.float32, draft_head=True).draft_head.layers) == 2
+    (tmp_path / "bad").write_bytes(b"no safetensors")
+    assert attach(tmp_path / "bad") == 2 and "cannot be read" in capsys.readouterr().err
+    tensors = load_file(trained / HEAD_NAME)
+    save_file({name: value for name, value in tensors.items() if "kv_norm" not in name}, tmp_path / "part")
+    assert attach(tmp_path / "part") == 2 and "does not fit" in capsys.readouterr().err
+
+
 def test_a_released_head_is_not_replaced(checkpoint, trained, tmp_path):
     config = ModelConfig.from_file(checkpoint).with_draft_layers(1)
     write_checkpoint(tmp_path, config, random_weights(config, 0), 1 << 20)
     with pytest.raises(ValueError, match="which stays"):
-        attach_head(tmp_path, trained / HEAD_NAME, tmp_path, 2)
+        attach_head(tmp_path, trained / HEAD_NAME, tmp_path)
 
 
 def test_what_is_written_is_what_training_saw(checkpoint, tmp_path):
@@ -97,7 +119,7 @@ def test_what_is_written_is_what_training_saw(checkpoint, tmp_path):
     masters = initial_masters(config, 1)
     seen = head_weights(config, masters)
     write_head(tmp_path / "head.safetensors", config, seen)
-    attach_head(checkpoint, tmp_path / "head.safetensors", tmp_path, 2)
+    attach_head(checkpoint, tmp_path / "head.safetensors", tmp_path)
     stored = load_weights(tmp_path, config, include=is_draft)
     assert stored.keys() == seen.keys()
     again = head_weights(config, v41_train.stored_masters(config, tmp_path))  # and what a run that goes on starts from
