@@ -68,6 +68,11 @@ class SpeculativeConfig:
         if not isinstance(self.variable_length, bool):
             raise ValueError(f"variable_length must be true or false, got {shown(self.variable_length)}")
 
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn, with the probabilities that rejection sampling needs."""
+        return self.draft_sample_method == "probabilistic"
+
     @classmethod
     def of(cls, value: Any) -> SpeculativeConfig | None:
         """From None, a SpeculativeConfig or a mapping of its fields. Raises ValueError naming what is wrong.

@@ -21,6 +21,25 @@ from deepinfer.structured.matcher import STRUCTURED_OUTPUT
 
 
 @dataclass(slots=True)
+class DraftCounts:
+    """What became of the drafts of a step. Those behind the token that ended a sequence are not accepted."""
+
+    num_rounds: int = 0  # sequences with drafts
+    num_verified: int = 0
+    num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # of the first draft of all sequences, of the second, ...
+
+    def add(self, num_verified: int, num_accepted: int) -> None:
+        """Count one sequence's drafts."""
+        self.num_rounds += 1
+        self.num_verified += num_verified
+        self.num_accepted += num_accepted
+        self.accepted_at += [0] * (num_verified - len(self.accepted_at))
+        for position in range(num_accepted):
+            self.accepted_at[position] += 1
+
+
+@dataclass(slots=True)
 class News:
     """What a step brought. `invalid`: unfinished sequences whose tokens mean nothing."""
 
@@ -28,6 +47,7 @@ class News:
     invalid: list[Sequence]
     finished: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 def collect(
@@ -44,6 +64,7 @@ def collect(
     for i, (seq, token_ids, logprobs) in enumerate(zip(sequences, sampled.token_ids, sampled.logprobs, strict=True)):
         if seq.finish_reason is not None or (news.invalid and seq in news.invalid):
             continue  # it ended before these tokens were read, or has none
+        num_accepted = len(token_ids) - 1
         for count, token_id in enumerate(token_ids, 1):
             seq.append(token_id, eos_token_ids)
             if seq.finish_reason is not None and count < len(token_ids):  # what was accepted behind it is void
@@ -51,6 +72,8 @@ def collect(
                 break
         if num_expected is not None:
             scheduler.settle(seq, num_expected[i], len(token_ids))
+        if sampled.num_verified is not None and sampled.num_verified[i]:
+            news.drafts.add(sampled.num_verified[i], min(num_accepted, len(token_ids)))
         news.num_tokens += len(token_ids)
         if seq.metrics.first_token_time is None:
             seq.metrics.first_token_time = now
@@ -87,8 +110,7 @@ def why_invalid(seq: Sequence) -> str:
 def step_stats(
     now: EngineStats,
     step: LaunchedStep,
-    sampled: StepTokens,
-    num_tokens: int,
+    news: News,
     config: EngineConfig,
     flops: FlopsEstimator | None,
     expert_counts: np.ndarray | None,
@@ -98,18 +120,18 @@ def step_stats(
     if flops is not None:
         counts, keep_from = np.array(step.batch.num_tokens), decoder_start(step.batch, config)
         count = float(flops.step(step.starts, counts, len(step.sequences), keep_from).total)
-    speculates = config.speculative_config is not None
+    speculates, drafts = config.speculative_config is not None, news.drafts
     return StepStats(
         num_prompt_tokens=sum(step.batch.num_tokens) if step.batch.is_prefill else 0,
-        num_output_tokens=num_tokens,
+        num_output_tokens=news.num_tokens,
         num_running=now.num_running,
         num_waiting=now.num_waiting,
         cache_usage=1 - now.num_free_blocks / now.num_blocks,
         num_preemptions=now.num_preemptions,
         flops=count,
-        drafts=sampled.num_rounds if speculates else None,
-        draft_tokens=sampled.num_drafts if speculates else None,
-        accepted_tokens=sampled.num_accepted if speculates else None,
-        accepted_at=sampled.accepted_at,
+        drafts=drafts.num_rounds if speculates else None,
+        draft_tokens=drafts.num_verified if speculates else None,
+        accepted_tokens=drafts.num_accepted if speculates else None,
+        accepted_at=drafts.accepted_at,
         expert_counts=expert_counts,
     )

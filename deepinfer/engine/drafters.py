@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.decode_curve import DecodeCurve
@@ -32,8 +33,7 @@ def make_drafter(runner: Runner, config: EngineConfig, max_model_len: int) -> Dr
         count = runner.num_drafts
         if speculative.method == "dspark":
             assert isinstance(runner.model, DeepseekV41) and runner.model.draft_head is not None
-            draws = speculative.draft_sample_method == "probabilistic"
-            return HeadDrafter(runner.model.draft_head, runner.caches, count, draws)
+            return HeadDrafter(runner.model.draft_head, runner.caches, count, speculative.draws)
     elif speculative.method == "dspark":
         raise ValueError("speculative method must not be dspark: this runner has no draft head")
     else:
@@ -64,7 +64,11 @@ def make_speculation(
         most = config.max_num_seqs * (1 + drafter.num_drafts)
         sizes = sorted({shape.rows for shape in graphs.shapes}) if graphs is not None else None
         step_ms = times_by_rows(measure(), most + 1, sizes)
-    return Speculation(drafter, state, step_ms, draft_ms, variable)
+    probabilities = None
+    if drafter.draws:
+        shape = len(state.lengths), drafter.num_drafts, runner.vocab_size
+        probabilities = torch.zeros(shape, dtype=torch.float32, device=config.device)
+    return Speculation(drafter, state, step_ms, draft_ms, variable, probabilities)
 
 
 def captured(draft: DraftSlots, state: SlotTokens, config: EngineConfig) -> DraftSlots:

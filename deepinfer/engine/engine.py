@@ -33,7 +33,8 @@ from deepinfer.engine.model_inputs import build_model_inputs
 from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.scheduler import Scheduler
 from deepinfer.engine.sequence import Request, Sequence
-from deepinfer.engine.step import LaunchedStep, PlainSampling, Runner, StepTokens, merged
+from deepinfer.engine.sequence_metadata import SequenceMetadataPool
+from deepinfer.engine.step import LaunchedStep, PlainSampling, Runner, merged
 from deepinfer.engine.swap import HostSwap
 from deepinfer.engine.voting import Lockstep
 from deepinfer.observability.observer import Observer
@@ -107,6 +108,7 @@ class Engine:
         self._observing = True
         self.grammars: GrammarCompiler | None = None  # whoever knows the vocabulary sets it
         self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")
+        self.metadata = SequenceMetadataPool(config.max_num_seqs + 1, runner.vocab_size, self._check_integrity)
 
     def validate(self, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> None:
         """Raise ValueError naming the field if the request can never run. Changes nothing; any thread may call it."""
@@ -228,6 +230,7 @@ class Engine:
         """
         self.before_step()
         self.outputs.next_round()
+        self.metadata.next_round()
         outputs = self._end_expired()
         launched, failed = self._launch_forward()
         outputs += failed
@@ -264,7 +267,8 @@ class Engine:
             with scope("inputs"):
                 if self.speculation is not None and not batch.is_prefill:
                     self.speculation.before_decode(batch)
-                inputs = build_model_inputs(batch, self.config, self._slot_tokens, self._graphs)
+                slots = self.metadata.take(batch.sequences)
+                inputs = build_model_inputs(batch, slots, self.metadata, self.config, self._slot_tokens, self._graphs)
             start = time.monotonic()
             with scope("forward"):
                 logits = self.runner.run(inputs)
@@ -274,12 +278,12 @@ class Engine:
             return None, self._failed_step(batch.sequences, error)
         if batch.is_prefill:  # those with output were counted before they were preempted
             self.num_prompt_tokens += sum(s.num_prompt_tokens for s in sequences if s.num_output_tokens == 0)
-        slots: np.ndarray | Tensor = inputs.state_slots
-        if self.speculation is not None or len(sequences) < len(batch.sequences):
-            slots = np.array([s.state_slot for s in sequences], np.int64)
+        device_slots: Tensor | None = inputs.state_slots
+        if len(sequences) < len(batch.sequences):
+            slots, device_slots = np.array([s.state_slot for s in sequences], np.int64), None
         starts = np.array([seq.num_computed for seq in batch.sequences])
         self.scheduler.advance(batch)
-        return LaunchedStep(batch, sequences, slots, logits, starts, (start, time.monotonic())), []
+        return LaunchedStep(batch, sequences, slots, device_slots, logits, starts, (start, time.monotonic())), []
 
     def _launch_sampling(self, step: LaunchedStep | None) -> tuple[LaunchedStep | None, list[RequestOutput]]:
         """Start drawing the step's tokens. Sequences that ended meanwhile keep their rows, which are never read."""
@@ -288,9 +292,9 @@ class Engine:
         try:
             with self.observer.timer.scope("sample"):
                 if self.speculation is not None:
-                    step.sampled = self.speculation.launch(step, self.eos_token_ids)
+                    step.sampled = self.speculation.launch(step, self.metadata, self.eos_token_ids)
                 else:
-                    step.sampled = PlainSampling.launch(step, self.eos_token_ids, self._slot_tokens)
+                    step.sampled = PlainSampling.launch(step, self.metadata, self.eos_token_ids, self._slot_tokens)
         except Exception as error:
             return None, self._failed_step(step.batch.sequences, error)
         return step, []
@@ -310,12 +314,12 @@ class Engine:
             news = collect(step, sampled, self.requests, self.outputs, self.scheduler, self.eos_token_ids)
             outputs = self._postprocess(news)
         with scope("observe"):
-            self._observe(lambda: self.observer.after_step(self._step_stats(step, sampled, news.num_tokens)))
+            self._observe(lambda: self.observer.after_step(self._step_stats(step, news)))
         return outputs
 
-    def _step_stats(self, step: LaunchedStep, sampled: StepTokens, num_tokens: int) -> StepStats:
+    def _step_stats(self, step: LaunchedStep, news: News) -> StepStats:
         counts = getattr(self.runner, "expert_counts", None)
-        return step_stats(self.stats(), step, sampled, num_tokens, self.config, self.observer.flops, counts)
+        return step_stats(self.stats(), step, news, self.config, self.observer.flops, counts)
 
     def _learn_cost(self, step: LaunchedStep) -> None:
         """Tell the scheduler how long a prefill step took, if it plans with that. Call when its tokens are read."""

@@ -1,16 +1,15 @@
 """Builds the inputs of a forward step (deepinfer/models/inputs.py) from a scheduled batch."""
 
-from array import array
 from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from deepinfer.config.engine import EngineConfig
-from deepinfer.engine.block_manager import NULL_BLOCK
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
+from deepinfer.engine.sequence_metadata import SequenceMetadataPool
 from deepinfer.engine.state_slots import NULL_SLOT
 from deepinfer.engine.step_buffers import upload
 from deepinfer.models.inputs import HostLengths, ModelInputs
@@ -20,18 +19,47 @@ PENDING = -1  # stands for a token that the host does not know yet; -1 - j for t
 
 
 def build_model_inputs(
-    batch: ScheduledBatch, config: EngineConfig, slot_tokens: SlotTokens, graphs: DecodeGraphs | None = None
+    batch: ScheduledBatch,
+    slots: np.ndarray,
+    metadata: SequenceMetadataPool,
+    config: EngineConfig,
+    slot_tokens: SlotTokens,
+    graphs: DecodeGraphs | None = None,
 ) -> ModelInputs:
     """Inputs for one step, on config.device, brought there by one copy.
 
     Args:
+        slots: int64 [S], state slots of the batch, taken from `metadata` for this step.
         slot_tokens: tokens of each state slot that the host has not read yet.
         graphs: a decode step is written to where these read it, padded.
     """
-    return _prefill_inputs(batch, config) if batch.is_prefill else _decode_inputs(batch, config, slot_tokens, graphs)
+    if batch.is_prefill:
+        return _prefill_inputs(batch, slots, metadata, config)
+    rows = slots if slot_tokens.num_drafts == 0 else np.repeat(slots, batch.num_tokens)
+    write = _write_rows if slot_tokens.num_drafts else _write_decode_step
+    num_rows, num_blocks = len(rows), metadata.longest_table(slots)
+    if graphs is not None:
+        shape = graphs.shape_of(num_rows, num_blocks)
+        *arrays, block_tables = graphs.buffers.host_arrays(shape)
+        write(batch, rows, *arrays)
+        metadata.write_block_tables(rows, block_tables)
+        graphs.buffers.upload(shape)
+        return graphs.rows(shape, num_rows)
+    arrays = [np.empty(num_rows, dtype) for dtype in (np.int64, np.int64, np.int32, np.int32)]
+    write(batch, rows, *arrays)
+    block_tables = np.empty((num_rows, num_blocks), np.int32)
+    metadata.write_block_tables(rows, block_tables)
+    token_ids, positions, context_lens, state_slots, tables, query_start, logits_rows = upload(
+        [*arrays, block_tables, np.arange(num_rows + 1, dtype=np.int32), np.arange(num_rows)],
+        torch.device(config.device),
+    )
+    inputs = ModelInputs(False, token_ids, positions, query_start, context_lens, tables, state_slots, logits_rows)
+    return slot_tokens.fill(inputs) if PENDING in arrays[0] else inputs
 
 
-def _prefill_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
+def _prefill_inputs(
+    batch: ScheduledBatch, slots: np.ndarray, metadata: SequenceMetadataPool, config: EngineConfig
+) -> ModelInputs:
     sequences = batch.sequences
     starts = np.array([s.num_computed for s in sequences], np.int64)
     counts = np.array(batch.num_tokens, np.int64)
@@ -39,13 +67,15 @@ def _prefill_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
     np.cumsum(counts, out=query_start[1:])
     completes = np.array([s.num_computed + n == len(s) for s, n in _chunks(batch)])
     keep_from = decoder_start(batch, config)
+    block_tables = np.empty((len(sequences), metadata.longest_table(slots)), np.int32)
+    metadata.write_block_tables(slots, block_tables)
     arrays: list[np.ndarray] = [
         np.concatenate([np.array(s.token_ids[s.num_computed : s.num_computed + n]) for s, n in _chunks(batch)]),
         np.concatenate([np.arange(s.num_computed, s.num_computed + n) for s, n in _chunks(batch)]),
         query_start,
         (starts + counts).astype(np.int32),
-        _block_tables(batch),
-        np.array([s.state_slot for s in sequences], np.int32),
+        block_tables,
+        slots.astype(np.int32),
         query_start[1:][completes].astype(np.int64) - 1,
         *([] if keep_from is None else [keep_from]),
     ]
@@ -67,64 +97,40 @@ def _prefill_inputs(batch: ScheduledBatch, config: EngineConfig) -> ModelInputs:
     )
 
 
-def _decode_inputs(
-    batch: ScheduledBatch, config: EngineConfig, slot_tokens: SlotTokens, graphs: DecodeGraphs | None
-) -> ModelInputs:
-    num_rows, num_blocks = sum(batch.num_tokens), max(len(s.block_table) for s in batch.sequences)
-    write = _write_rows if slot_tokens.num_drafts else _write_decode_step
-    if graphs is not None:
-        shape = graphs.shape_of(num_rows, num_blocks)
-        write(batch, *graphs.buffers.host_arrays(shape))
-        graphs.buffers.upload(shape)
-        return graphs.rows(shape, num_rows)
-    arrays = [np.empty(num_rows, dtype) for dtype in (np.int64, np.int64, np.int32, np.int32)]
-    arrays.append(np.empty((num_rows, num_blocks), np.int32))
-    write(batch, *arrays)
-    token_ids, positions, context_lens, state_slots, block_tables, query_start, logits_rows = upload(
-        [*arrays, np.arange(num_rows + 1, dtype=np.int32), np.arange(num_rows)], torch.device(config.device)
-    )
-    inputs = ModelInputs(False, token_ids, positions, query_start, context_lens, block_tables, state_slots, logits_rows)
-    return slot_tokens.fill(inputs) if PENDING in arrays[0] else inputs
-
-
 def _write_decode_step(
     batch: ScheduledBatch,
+    slots: np.ndarray,
     token_ids: np.ndarray,
     positions: np.ndarray,
     context_lens: np.ndarray,
     state_slots: np.ndarray,
-    block_tables: np.ndarray,
 ) -> None:
     """Fill the arrays, which may have more rows: those are padding, one token in the null block and the null slot."""
-    sequences, num_rows = batch.sequences, len(batch.sequences)
+    sequences, num_rows = batch.sequences, len(slots)
     token_ids[:num_rows] = [PENDING if s.num_pending else s.token_ids[-1] for s in sequences]
     positions[:num_rows] = [s.num_computed for s in sequences]
-    state_slots[:num_rows] = [s.state_slot for s in sequences]
+    state_slots[:num_rows] = slots
     token_ids[num_rows:] = positions[num_rows:] = 0
     state_slots[num_rows:] = NULL_SLOT
     np.add(positions, 1, out=context_lens, casting="same_kind")
-    _write_block_tables([s.block_table for s in sequences], block_tables)
 
 
 def _write_rows(
     batch: ScheduledBatch,
+    slots: np.ndarray,
     token_ids: np.ndarray,
     positions: np.ndarray,
     context_lens: np.ndarray,
     state_slots: np.ndarray,
-    block_tables: np.ndarray,
 ) -> None:
     """The same with drafts: a row for each token; which ones and where they are, the device knows."""
-    sequences, counts = batch.sequences, np.array(batch.num_tokens)
-    num_rows, ends = int(counts.sum()), np.cumsum(counts)
-    token_ids[:num_rows] = PENDING - (np.arange(num_rows) - np.repeat(ends - counts, counts))
-    state_slots[:num_rows] = np.repeat(np.array([s.state_slot for s in sequences], np.int32), counts)
+    counts, num_rows = np.array(batch.num_tokens), len(slots)
+    token_ids[:num_rows] = PENDING - (np.arange(num_rows) - np.repeat(np.cumsum(counts) - counts, counts))
+    state_slots[:num_rows] = slots
     token_ids[num_rows:] = 0
     state_slots[num_rows:] = NULL_SLOT
     positions.fill(0)
     context_lens.fill(1)
-    tables = [s.block_table for s, n in zip(sequences, batch.num_tokens, strict=True) for _ in range(n)]
-    _write_block_tables(tables, block_tables)
 
 
 def decoder_start(batch: ScheduledBatch, config: EngineConfig) -> np.ndarray | None:
@@ -141,18 +147,3 @@ def decoder_start(batch: ScheduledBatch, config: EngineConfig) -> np.ndarray | N
 
 def _chunks(batch: ScheduledBatch) -> Iterable[tuple[Sequence, int]]:
     return zip(batch.sequences, batch.num_tokens, strict=True)
-
-
-def _block_tables(batch: ScheduledBatch) -> np.ndarray:
-    """int32 [S, longest table], padded with the null block."""
-    tables = np.empty((len(batch.sequences), max(len(s.block_table) for s in batch.sequences)), np.int32)
-    _write_block_tables([s.block_table for s in batch.sequences], tables)
-    return tables
-
-
-def _write_block_tables(tables: list[array], target: np.ndarray) -> None:
-    """Tables int32 [at least as many, at least the longest], without a copy a row, which would cost most of it."""
-    lengths = np.array([len(table) for table in tables])
-    target.fill(NULL_BLOCK)
-    used = np.arange(target.shape[1]) < lengths[:, None]
-    target[: len(tables)][used] = np.frombuffer(b"".join(tables), np.int32)

@@ -27,7 +27,7 @@ from deepinfer.models.registry import Model, load_model
 from deepinfer.observability.expert_counts import ExpertCounts
 from deepinfer.observability.flops import FlopsEstimator
 from deepinfer.observability.timers import CUDATimer, ScopeTime
-from deepinfer.speculation.limits import num_drafts
+from deepinfer.speculation.limits import draft_bytes, num_drafts
 from deepinfer.speculation.slot_tokens import SlotTokens
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class ModelRunner:
         longest = config.max_model_len or self.max_model_len
         block_bytes = model.block_bytes(config.block_size, cache_dtype)
         slot_bytes = model.slot_bytes(cache_dtype, backtracking)
+        slot_bytes += draft_bytes(config, self.num_drafts, self.vocab_size)
         self.num_blocks = config.resolve_num_blocks(block_bytes, longest, default_cache_bytes(config, slot_bytes))
         check_caches_fit(config, self.num_blocks, block_bytes, slot_bytes)
         self.caches = model.allocate_caches(

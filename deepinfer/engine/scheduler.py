@@ -12,6 +12,7 @@ sequence that turns out to have ended is in that next step for nothing; one that
 """
 
 import math
+from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -249,6 +250,7 @@ class Scheduler:
 
     def _hold(self, seq: Sequence) -> None:
         seq.state_slot = self.slots.allocate()
+        seq.block_table = array("i")  # a new object: SequenceMetadataPool tells one admission from another by it
         self.blocks.extend(seq.block_table, len(seq))
 
     def _schedule_decode(self) -> ScheduledBatch | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
+from deepinfer.engine.sequence_metadata import SequenceMetadataPool
 from deepinfer.engine.swap import CacheRows
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.outputs import RequestOutput, TokenLogprob
@@ -48,10 +49,7 @@ class StepTokens:
     token_ids: list[list[int]]
     logprobs: list[list[TokenLogprob] | None]
     invalid: list[int]
-    num_rounds: int = 0  # sequences with drafts
-    num_drafts: int = 0  # drafts verified
-    num_accepted: int = 0  # of them accepted
-    accepted_at: list[int] = field(default_factory=list)  # of the first draft of all sequences, of the second, ...
+    num_verified: list[int] | None = None  # drafts that were verified; all tokens but the last were among them
 
 
 class Sampling(Protocol):
@@ -69,14 +67,24 @@ class PlainSampling:
     sampled: LaunchedSample
 
     @classmethod
-    def launch(cls, step: LaunchedStep, eos_token_ids: Collection[int], slot_tokens: SlotTokens) -> PlainSampling:
+    def launch(
+        cls,
+        step: LaunchedStep,
+        metadata: SequenceMetadataPool,
+        eos_token_ids: Collection[int],
+        slot_tokens: SlotTokens,
+    ) -> PlainSampling:
         """Start drawing; the tokens also go where the next step takes them from."""
-        sampled = launch_sample(step.logits, step.sequences, eos_token_ids)
-        if step.sequences:  # else a chunk that ends no prompt
-            slots = step.slots
-            if isinstance(slots, np.ndarray):
-                slots = upload(slots, step.logits.device)
-            slot_tokens.tokens[:, 0].scatter_(0, slots.long(), sampled.token_ids)
+        sequences = step.sequences
+        if not sequences:  # a chunk that ends no prompt
+            return cls(launch_sample(step.logits, sequences, eos_token_ids))
+        counters = np.array([seq.num_output_tokens for seq in sequences], np.int64)
+        parameters = metadata.parameters(step.slots, counters, sequences)
+        sampled = launch_sample(step.logits, sequences, eos_token_ids, parameters=parameters)
+        slots = step.device_slots
+        if slots is None:
+            slots = upload(step.slots, step.logits.device)
+        slot_tokens.tokens[:, 0].scatter_(0, slots.long(), sampled.token_ids)
         return cls(sampled)
 
     def read(self) -> StepTokens:
@@ -87,12 +95,12 @@ class PlainSampling:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on its way. `sequences` get tokens, row by row of `logits`, and have the state slots `slots`: on the host
-    (int64) for speculation, else on the device."""
+    """A step on its way. `sequences` get tokens, row by row of `logits`."""
 
     batch: ScheduledBatch
     sequences: list[Sequence]
-    slots: np.ndarray | Tensor
+    slots: np.ndarray  # int64, the state slots of `sequences`
+    device_slots: Tensor | None  # the same on the device; None: they are not there
     logits: Tensor
     starts: np.ndarray  # int64 [S], tokens of each sequence that were in the cache before
     launch_time: tuple[float, float]  # before and after the launch of the model, seconds

@@ -12,16 +12,17 @@ drafts stay on the device (speculation/slot_tokens.py). The host plans with the 
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deepinfer.engine.mtp_info import MTPInfoPool
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence as TokenSequence
+from deepinfer.engine.sequence_metadata import SequenceMetadataPool
 from deepinfer.engine.step import LaunchedStep, StepTokens
 from deepinfer.kernels import ops
 from deepinfer.kernels.reference.speculation import NO_DRAFT
@@ -31,51 +32,17 @@ from deepinfer.sampling.sampler import (
     Choose,
     DrawParameters,
     LaunchedSample,
+    draw_parameters,
     launch_sample,
-    pack_parameters,
-    unpack_parameters,
 )
 from deepinfer.sampling.transfer import Download, upload
-from deepinfer.sampling.types import SampledSequence
 from deepinfer.speculation.draft_lengths import draft_lengths
 from deepinfer.speculation.drafter import Drafter, Round
 from deepinfer.speculation.slot_tokens import SlotTokens
-from deepinfer.structured.matcher import Matcher
 
 PAUSE_AFTER = 4  # decode steps in a row in which there were drafts and none paid: then none are made
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # for so many steps, twice as many each time, until drafts have paid again
 PAUSE_ENDS = 0.75  # or until the batch is this share of what it was
-
-
-@dataclass(slots=True)
-class DraftRow:
-    """A row of a sequence as the sampler sees it (SampledSequence): its tokens and the drafts in front of the row."""
-
-    params: SamplingParams
-    seed: int
-    token_ids: array
-    num_prompt_tokens: int
-    num_output_tokens: int
-    constraint: Matcher | None
-    drafts: Sequence[int]
-
-
-def verification_rows(sequences: Sequence[TokenSequence], num_drafts: Sequence[int]) -> list[SampledSequence]:
-    """One entry a row of logits: each sequence and then its drafts."""
-    rows: list[SampledSequence] = []
-    for seq, count in zip(sequences, num_drafts, strict=True):
-        if count == 0:
-            rows.append(seq)
-            continue
-        params, drafts, tokens = seq.params, seq.next_drafts[:count], seq.token_ids
-        constraint = seq.constraint if seq.finish_reason is None else None
-        for j in range(count + 1):
-            if j and params.edits_logits and j <= len(drafts):
-                tokens = tokens[:]
-                tokens.append(drafts[j - 1])
-            first = (constraint, drafts) if j == 0 else (None, ())
-            rows.append(DraftRow(params, seq.seed, tokens, seq.num_prompt_tokens, seq.num_output_tokens + j, *first))
-    return rows
 
 
 @dataclass(slots=True)
@@ -96,7 +63,8 @@ class LaunchedRound:
             return StepTokens([], [], [])
         accepted, *drafts = (tensor.tolist() for tensor in self.verified.read())
         new_drafts, scores = drafts if drafts else (None, None)
-        result = StepTokens([], [], [], accepted_at=[0] * self.drafter.num_drafts)
+        num_verified_of: list[int] = []
+        result = StepTokens([], [], [], num_verified_of)
         invalid = set(sampled.invalid_rows)
         for i, (seq, first, count) in enumerate(zip(self.sequences, self.first_rows.tolist(), accepted, strict=True)):
             rows = slice(first, first + count + 1)
@@ -108,11 +76,7 @@ class LaunchedRound:
             num_verified = min(self.num_drafts[i], len(seq.next_drafts))
             if num_verified and seq.draft_scores is not None:
                 self.drafter.learn(seq.draft_scores, num_verified, count)
-            result.num_drafts += num_verified
-            result.num_rounds += num_verified > 0
-            result.num_accepted += count
-            for position in range(count):
-                result.accepted_at[position] += 1
+            num_verified_of.append(num_verified)
             if new_drafts is None or scores is None:
                 seq.next_drafts, seq.draft_scores = [], None
             else:
@@ -131,6 +95,7 @@ class Speculation:
             verified that has a chance.
         draft_ms: [slots] milliseconds of making drafts, by sequences; None: nothing.
         variable_length: False: all drafts are verified.
+        draft_probabilities: float32 [slots, K, V] for what the latest drafts were drawn from; None: they are not drawn.
     """
 
     def __init__(
@@ -140,6 +105,7 @@ class Speculation:
         step_ms: np.ndarray | None = None,
         draft_ms: np.ndarray | None = None,
         variable_length: bool = True,
+        draft_probabilities: Tensor | None = None,
     ) -> None:
         num_slots = len(state.lengths)
         self.drafter = drafter
@@ -147,9 +113,10 @@ class Speculation:
         self.variable_length = variable_length
         self.step_ms = np.ones(num_slots * (1 + drafter.num_drafts) + 1) if step_ms is None else step_ms
         self.draft_ms = np.zeros(num_slots) if draft_ms is None else draft_ms
+        self._rows = MTPInfoPool(num_slots, drafter.num_drafts)
         self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
         self._declined = 0  # decode steps in a row whose drafts did not pay, and of the pause after them
-        self._draft_probabilities: Tensor | None = None  # float32 [slots, K, V] that the latest drafts were drawn from
+        self.draft_probabilities = draft_probabilities
         self._pause = FIRST_PAUSE
         self._paused_batch = 0  # sequences that decoded when it began
 
@@ -200,7 +167,9 @@ class Speculation:
             self._in_slot[seq.state_slot] = seq
         self.drafter.prefilled(inputs)
 
-    def launch(self, step: LaunchedStep, eos_token_ids: Collection[int]) -> LaunchedRound:
+    def launch(
+        self, step: LaunchedStep, metadata: SequenceMetadataPool, eos_token_ids: Collection[int]
+    ) -> LaunchedRound:
         """Start drawing the tokens of a step, comparing them with the drafts, and making the next drafts."""
         sequences, is_prefill = step.sequences, step.batch.is_prefill
         num_drafts = [0] * len(sequences) if is_prefill else [n - 1 for n in step.batch.num_tokens]
@@ -208,14 +177,18 @@ class Speculation:
         first_rows = np.cumsum(counts + 1) - counts - 1
         choose = None
         if self.drafter.draws and counts.any():
-            assert isinstance(step.slots, np.ndarray)
             choose = self._rejection(step.slots, counts, any(_has_filters(seq.params) for seq in sequences))
-        sampled = launch_sample(step.logits, verification_rows(sequences, num_drafts), eos_token_ids, choose)
+        known = np.array([len(seq) for seq in sequences], np.int64)
+        outputs = known - np.array([seq.num_prompt_tokens for seq in sequences], np.int64)
+        column = np.arange(int((counts + 1).sum())) - np.repeat(first_rows, counts + 1)
+        rows = self._rows.rows(sequences, step.slots.tolist(), num_drafts)
+        parameters = metadata.parameters(
+            np.repeat(step.slots, counts + 1), np.repeat(outputs, counts + 1) + column, rows
+        )
+        sampled = launch_sample(step.logits, rows, eos_token_ids, choose, parameters)
         if not sequences:
             return LaunchedRound(sequences, num_drafts, first_rows, sampled, None, self.drafter)
         state, device = self.state, step.logits.device
-        known = np.array([len(seq) for seq in sequences], np.int64)
-        assert isinstance(step.slots, np.ndarray)
         slots, firsts, per_sequence, lengths = upload(np.stack((step.slots, first_rows, counts, known)), device)
         if is_prefill:
             state.lengths[slots] = lengths
@@ -227,9 +200,7 @@ class Speculation:
         longest = int((known + counts).max()) + 2 + self.drafter.num_drafts
         drawing = None
         if self.drafter.draws and not self.is_paused:
-            packed = pack_parameters(sequences, step.logits.shape[1])
-            most = int(packed[3].max(where=packed[3] < step.logits.shape[1], initial=0))
-            drawing, _ = unpack_parameters(upload(packed, device), most)
+            drawing, _ = draw_parameters(metadata.parameters(step.slots, outputs), step.logits.shape[1], device)
         round = Round(slots, tokens, accepted, longest, drawing)
         self.drafter.chosen(state, round)
         results: list[Tensor] = [accepted]
@@ -239,16 +210,14 @@ class Speculation:
             drafts = self.drafter.draft(state, round)
             state.tokens[slots, 1:] = drafts.tokens
             if drafts.probabilities is not None:
-                if self._draft_probabilities is None:
-                    shape = len(state.lengths), *drafts.probabilities.shape[1:]
-                    self._draft_probabilities = drafts.probabilities.new_zeros(shape)
-                self._draft_probabilities[slots] = drafts.probabilities
+                assert self.draft_probabilities is not None
+                self.draft_probabilities[slots] = drafts.probabilities
             results += [drafts.tokens, drafts.scores]
         return LaunchedRound(sequences, num_drafts, first_rows, sampled, Download(results), self.drafter)
 
     def _rejection(self, slots: np.ndarray, counts: np.ndarray, filters: bool) -> Choose:
         """Takes a draft or what is left without it; a sequence's last row, which has no draft behind it, as drawn."""
-        probabilities = self._draft_probabilities
+        probabilities = self.draft_probabilities
         assert probabilities is not None
         owner = np.repeat(np.arange(len(counts)), counts + 1)
         column = np.arange(len(owner)) - (np.cumsum(counts + 1) - counts - 1)[owner]

@@ -22,6 +22,7 @@ from deepinfer.sampling.penalties import edit_logits
 from deepinfer.sampling.transfer import Download, upload
 from deepinfer.sampling.types import SampledSequence
 
+CANDIDATES, COUNTER, GOLDEN = 3, 5, 6  # rows of `pack_parameters`
 NO_TOKEN = -1  # a row without a golden token
 
 
@@ -80,10 +81,12 @@ def launch_sample(
     sequences: Sequence[SampledSequence],
     eos_token_ids: Collection[int] = (),
     choose: Choose | None = None,
+    parameters: np.ndarray | None = None,
 ) -> LaunchedSample:
     """`sample` in two halves: this one asks the device for the tokens, `read` waits for them.
 
     choose: may take other tokens than those drawn; None: those.
+    parameters: `pack_parameters` of the sequences, from whoever keeps them; None: they are packed here.
     """
     if not sequences:  # a chunk that ends no prompt: `read` waits for the step all the same
         none = torch.empty(0, dtype=torch.int64, device=logits.device)
@@ -92,15 +95,12 @@ def launch_sample(
     bitmask = token_bitmask(sequences, logits.shape[1])
     if bitmask is not None:
         edited = ops.apply_token_bitmask(edited, upload(bitmask, logits.device))
-    is_forced = any(seq.params.golden_token_ids is not None for seq in sequences)
-    if not is_forced and all(seq.params.is_greedy for seq in sequences):
-        parameters, most_candidates = greedy_parameters(len(sequences), logits.shape[1], logits.device), 0
+    packed = pack_parameters(sequences, logits.shape[1]) if parameters is None else parameters
+    is_forced = bool((packed[GOLDEN] != NO_TOKEN).any())
+    if is_forced or packed[0].any():
+        drawing, golden = draw_parameters(packed, logits.shape[1], logits.device)
     else:
-        packed = pack_parameters(sequences, logits.shape[1])
-        counts = packed[3]
-        most_candidates = int(counts.max(where=counts < logits.shape[1], initial=0))
-        parameters = upload(packed, logits.device)
-    drawing, golden = unpack_parameters(parameters, most_candidates)
+        drawing, golden = _unpacked(greedy_parameters(len(sequences), logits.shape[1], logits.device), 0)
     token_ids, largest = ops.draw_tokens(edited, *drawing)
     if choose is not None:
         token_ids = choose(edited, drawing, token_ids)
@@ -119,21 +119,26 @@ def pack_parameters(sequences: Sequence[SampledSequence], vocab_size: int) -> np
     floats[0] = [0.0 if p.is_greedy else p.temperature for p in params]
     floats[1] = [p.top_p for p in params]
     floats[2] = [p.min_p for p in params]
-    packed[3] = vocab_size
+    packed[CANDIDATES] = vocab_size
     for row, p in enumerate(params):
         if not p.is_greedy and (p.top_k or p.force_topk):
-            packed[3, row] = _num_candidates(p, vocab_size)
+            packed[CANDIDATES, row] = _num_candidates(p, vocab_size)
     packed[4] = np.array([seq.seed for seq in sequences], np.uint64).view(np.int64)
-    packed[5] = [seq.num_output_tokens for seq in sequences]
-    packed[6] = NO_TOKEN
+    packed[COUNTER] = [seq.num_output_tokens for seq in sequences]
+    packed[GOLDEN] = NO_TOKEN
     for row, p in enumerate(params):
         if p.golden_token_ids is not None:
-            packed[6, row] = _golden_token(sequences[row])
+            packed[GOLDEN, row] = golden_token(sequences[row])
     return packed
 
 
-def unpack_parameters(parameters: Tensor, most_candidates: int) -> tuple[DrawParameters, Tensor]:
-    """Of `pack_parameters`, on the device; and the golden tokens."""
+def draw_parameters(packed: np.ndarray, vocab_size: int, device: torch.device) -> tuple[DrawParameters, Tensor]:
+    """Of `pack_parameters`, on the device; and the golden tokens int64 [R]."""
+    counts = packed[CANDIDATES]
+    return _unpacked(upload(packed, device), int(counts.max(where=counts < vocab_size, initial=0)))
+
+
+def _unpacked(parameters: Tensor, most_candidates: int) -> tuple[DrawParameters, Tensor]:
     temperature, top_p, min_p = parameters[:3].view(torch.float64)
     num_candidates, seeds, counters, golden = parameters[3:]
     return DrawParameters(temperature, num_candidates, most_candidates, top_p, min_p, seeds, counters), golden
@@ -148,7 +153,7 @@ def greedy_parameters(num_rows: int, vocab_size: int, device: torch.device) -> T
 def _greedy_parameters(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
     packed = np.zeros((7, num_rows), np.int64)
     packed[1].view(np.float64).fill(1.0)
-    packed[3], packed[6] = vocab_size, NO_TOKEN
+    packed[CANDIDATES], packed[GOLDEN] = vocab_size, NO_TOKEN
     return upload(packed, device)
 
 
@@ -156,7 +161,7 @@ def _num_candidates(params: SamplingParams, vocab_size: int) -> int:
     return min(params.top_k or vocab_size, params.force_topk or vocab_size, vocab_size)
 
 
-def _golden_token(seq: SampledSequence) -> int:
+def golden_token(seq: SampledSequence) -> int:
     """The forced token, or NO_TOKEN: without teacher forcing, or past its end (the sequence has just ended)."""
     golden, position = seq.params.golden_token_ids, seq.num_output_tokens
     return NO_TOKEN if golden is None or position >= len(golden) else golden[position]

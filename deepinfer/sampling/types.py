@@ -17,10 +17,12 @@ class SampledSequence(Protocol):
 
     params: SamplingParams
     seed: int
-    token_ids: array
     num_prompt_tokens: int
     constraint: Matcher | None
     drafts: Sequence[int]
+
+    @property
+    def token_ids(self) -> array: ...
 
     @property
     def num_output_tokens(self) -> int: ...

@@ -1,4 +1,4 @@
-"""How many drafts a sequence may have in a step, checked when the engine starts."""
+"""How many drafts a sequence may have in a step, checked when the engine starts, and what they take."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ def num_drafts(config: EngineConfig, model: Any = None) -> int:
             f"max_backtracking_tokens must be at least {count + 1} (num_speculative_tokens {count} + 1), got {room}"
         )
     return count
+
+
+def draft_bytes(config: EngineConfig, num_drafts: int, vocab_size: int) -> int:
+    """What the probabilities that a sequence's drafts were drawn from take on the device, float32 [K, V]; 0 without."""
+    speculative = config.speculative_config
+    return 4 * num_drafts * vocab_size if speculative is not None and speculative.draws else 0

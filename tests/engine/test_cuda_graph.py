@@ -17,6 +17,7 @@ from deepinfer.engine.model_inputs import build_model_inputs
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
+from deepinfer.engine.sequence_metadata import SequenceMetadataPool
 from deepinfer.engine.step_buffers import StepBuffers, StepShape, packed_views, pad_inputs
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.outputs import RequestMetrics
@@ -145,8 +146,13 @@ def test_a_decode_batch_is_written_where_the_graph_reads_it(lengths: list[int], 
     graphs = graphs_over(lambda inputs: inputs.token_ids, max_blocks=40)
     graphs.buffers.storage.fill_(0x55)
     graphs.buffers.slot_tokens.tokens.copy_(latest.tokens)
-    alone = build_model_inputs(batch, config, latest)
-    stable = build_model_inputs(batch, config, latest, graphs)
+    metadata = SequenceMetadataPool(17, 100, debug=True)
+    slots = metadata.take(sequences)
+    alone = build_model_inputs(batch, slots, metadata, config, latest)
+    stable = build_model_inputs(batch, slots, metadata, config, latest, graphs)
+    assert alone.block_tables.tolist() == [
+        [*s.block_table, *[0] * (alone.block_tables.shape[1] - len(s.block_table))] for s in sequences
+    ]
     expected = [latest.tokens[s.state_slot, 0].item() if s.num_pending else s.token_ids[-1] for s in sequences]
     assert alone.token_ids.tolist() == expected
     assert alone.context_lens.tolist() == [s.num_tokens for s in sequences]

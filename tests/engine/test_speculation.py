@@ -222,6 +222,34 @@ def plain_drafts(engine: Engine, text: list[int]) -> list[int]:
     return (known + [0] * drafter.num_drafts)[: drafter.num_drafts]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_behind_the_token_that_ends_a_sequence_are_not_accepted(overlap: bool) -> None:
+    """A stop token at every place of a round, all of whose drafts are what the target would have chosen."""
+    num_drafts, prompt = 3, [5, 9, 2]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    text = greedy_oracle(prompt, params, EOS, 2048)[0]
+    config = EngineConfig(
+        block_size=BLOCK_SIZE, num_blocks=40, max_num_seqs=2, zero_overhead_scheduling=overlap,
+        speculative_config={"method": "ngram", "num_speculative_tokens": num_drafts, "variable_length": False},
+    )  # fmt: skip
+    for stop in range(1, 13):
+        if text[stop] in text[:stop]:
+            continue
+        drafter = TellTale(num_drafts, 2, [prompt + text], 1.0, 0)
+        engine = Engine(ToyRunner(40, BLOCK_SIZE, 2, room=1 + num_drafts), config, EOS, drafter=drafter)
+        drafter._drafts = lambda text, engine=engine: plain_drafts(engine, text)  # type: ignore[method-assign]
+        stopping = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop_token_ids=[text[stop]])
+        output = run(engine, [Arrival(0, prompt, stopping)])["0"].outputs[0]
+        assert output.token_ids == text[: stop + 1]
+        totals = engine.observer.stats.totals
+        assert totals["accepted"] == sum(totals[f"accepted_at_{i}"] for i in range(num_drafts))
+        if overlap:  # the first step knows of no drafts yet
+            assert totals["accepted"] <= stop
+        else:  # the first token comes with the prompt, then each round brings its drafts and one more
+            rounds, rest = divmod(stop, 1 + num_drafts)
+            assert totals["accepted"] == rounds * num_drafts + rest
+
+
 def test_a_sequence_that_fails_disturbs_nobody() -> None:
     """The step behind its last one, launched before the host knew, finds it within `Round.longest` all the same."""
     bad_prompt, bad_length = [5, 9, 2] * 6, 24

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine import runner as runner_module
 from deepinfer.engine.decode_curve import DecodeCurve
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.runner import ModelRunner
@@ -139,6 +140,17 @@ def test_drafts_that_are_drawn_leave_greedy_answers_as_they_are() -> None:
     greedy = [request_id for request_id, params in arrivals_of(0).items() if params.temperature == 0]
     assert greedy
     assert_same({key: got[key] for key in greedy}, {key: want[key] for key in greedy})
+
+
+def test_the_probabilities_of_drafts_that_are_drawn_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    monkeypatch.setattr(runner_module, "check_caches_fit", lambda *sizes: planned.append(sizes[-1]))
+    engines = [
+        make_engine({"method": "dspark", "draft_sample_method": method}) for method in ("greedy", "probabilistic")
+    ]
+    greedy, drawn = (engine.speculation.draft_probabilities for engine in engines)
+    num_slots = engines[1].config.max_num_seqs + 1
+    assert greedy is None and (planned[1] - planned[0]) * num_slots == drawn.nbytes > 0
 
 
 def test_packed_caches_and_truncated_prefill() -> None:
