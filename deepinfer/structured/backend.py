@@ -50,8 +50,15 @@ def at_once(function: Callable[[], Result]) -> Result:
 class Backend(Protocol):
     name: str
 
-    def compile(self, constraint: Constraint, run: Run = at_once) -> CompiledGrammar:
-        """Raises ValueError naming the field for what is malformed, cannot be enforced or is too complex.
+    def write(self, constraint: Constraint) -> str:
+        """The grammar in the library's own words, for `build`.
+
+        Raises ValueError naming the field for what is malformed or cannot be enforced.
+        """
+        ...
+
+    def build(self, grammar: str, run: Run = at_once) -> CompiledGrammar:
+        """Raises ValueError for what nothing satisfies, or is too complex.
 
         `run` calls what takes long without holding the GIL, maybe in another thread.
         """

@@ -33,8 +33,8 @@ class GrammarCompiler:
         backend: "llguidance" or "xgrammar".
         sandbox: what `protect` makes compile every constraint first.
 
-    What holds the GIL runs at the priority of the others, so that they never wait for a thread that gets no CPU; the
-    rest, which a grammar library does without it, on a thread that gets what the others leave.
+    A sandbox also writes the grammar: nothing of that holds the GIL here. What a grammar library then does, without the
+    GIL, runs on a thread that gets what the others leave.
     """
 
     def __init__(
@@ -78,15 +78,14 @@ class GrammarCompiler:
         return future if body == constraint else _mapped(future, constraint)
 
     def _build(self, constraint: Constraint) -> Grammar:
-        if self._is_protected and self._sandbox is not None:
-            self._sandbox.vet(constraint)
+        written = self._sandbox.write(constraint) if self._is_protected and self._sandbox is not None else None
         with self._loading:
             if self._backend is None:
                 self._vocabulary = self._load_vocabulary()
                 self._backend = make_backend(self._backend_name, self._vocabulary)
         assert self._vocabulary is not None
         try:
-            compiled = self._backend.compile(constraint, run_aside)
+            compiled = self._backend.build(self._backend.write(constraint) if written is None else written, run_aside)
         except ValueError:
             raise
         except BaseException as error:  # a library's fault (a panic is no Exception) is no reason to stop serving

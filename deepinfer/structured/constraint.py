@@ -12,6 +12,7 @@ from deepinfer.errors import shown
 SchemaType = Literal["regex", "json", "ebnf", "json_object", "choice", "structural_tag"]
 SCHEMA_TYPES: tuple[SchemaType, ...] = get_args(SchemaType)
 MAX_SCHEMA_BYTES = 256 * 1024
+MAX_TAG_BYTES = 4 * 1024 * 1024  # of a structural tag, which holds the schemas of all tools
 MAX_TRIGGER = 64  # tokens
 _KEYS = ("schema_type", "schema", "trigger_token_ids", "bound_token_id")
 
@@ -86,8 +87,9 @@ def _schema_text(kind: SchemaType, schema: Any) -> str:
         size = len(schema.encode())
     except UnicodeEncodeError:
         raise ValueError("so_args.schema must be Unicode, it holds a lone surrogate") from None
-    if size > MAX_SCHEMA_BYTES:
-        raise ValueError(f"so_args.schema must have at most {MAX_SCHEMA_BYTES} bytes, got {size}")
+    most = MAX_TAG_BYTES if kind == "structural_tag" else MAX_SCHEMA_BYTES
+    if size > most:
+        raise ValueError(f"so_args.schema must have at most {most} bytes, got {size}")
     return schema
 
 

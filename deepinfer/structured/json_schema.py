@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from deepinfer.errors import shown
+from deepinfer.structured.endless import ENDS, All, Ending, Some, endless
 from deepinfer.structured.regex import portable_pattern
 
 MAX_DEPTH = 64  # of schemas within schemas
@@ -59,14 +60,13 @@ def _no_constant(name: str) -> None:
 def check_schema(schema: Any, path: str = "#") -> None:
     """Raise ValueError naming the keyword and its JSON pointer for whatever cannot be enforced."""
     waiting = [(schema, path, 0)]
-    count = 0
-    places, references = set(), []  # where the schemas are, as pointers within this one
+    places: dict[str, Any] = {}  # the schemas by their pointers within this one
+    references = []
     while waiting:
         node, where, depth = waiting.pop()
-        count += 1
-        if count > MAX_SCHEMAS:
+        if len(places) == MAX_SCHEMAS:
             raise ValueError(f"so_args.schema must hold at most {MAX_SCHEMAS} schemas")
-        places.add("#" + where[len(path) :])
+        places["#" + where[len(path) :]] = node
         if isinstance(node, bool):
             continue
         if not isinstance(node, dict):
@@ -97,6 +97,48 @@ def check_schema(schema: Any, path: str = "#") -> None:
     for reference, at in references:  # elsewhere, say in an enum, nobody would have looked at the keywords
         if unquote(reference) not in places:
             raise ValueError(f"so_args.schema: {at} must lead to a schema in this one, got {shown(reference)}")
+    never_ending = endless({place: _ending(node, place) for place, node in places.items()})
+    if never_ending:
+        where = path + never_ending[0][1:]
+        raise ValueError(f"so_args.schema: no finite value satisfies {where}: what it needs always needs itself")
+
+
+def _ending(schema: Any, at: str) -> Ending:
+    """Which schemas a value of this one needs values of; everything else in it is taken to be satisfied."""
+    if not isinstance(schema, dict):
+        return ENDS
+    parts: list[Ending] = [f"{at}/allOf/{number}" for number in range(len(schema.get("allOf", ())))]
+    if "$ref" in schema:
+        parts.append(unquote(schema["$ref"]))
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            parts.append(Some(tuple(f"{at}/{key}/{number}" for number in range(len(schema[key])))))
+    names = schema.get("type", _TYPES)
+    kinds = {names} if isinstance(names, str) else set(names)
+    if "const" not in schema and "enum" not in schema and kinds <= {"object", "array"}:
+        options = {"object": _object_ending, "array": _array_ending}
+        parts.append(Some(tuple(options[kind](schema, at) for kind in sorted(kinds))))
+    return All(tuple(parts))
+
+
+def _object_ending(schema: dict[str, Any], at: str) -> Ending:
+    named = schema.get("properties", {})
+    parts = [f"{at}/properties/{_escape(name)}" for name in schema.get("required", ()) if name in named]
+    if len(parts) < len(schema.get("required", ())) and "additionalProperties" in schema:
+        if "patternProperties" not in schema:
+            parts.append(f"{at}/additionalProperties")
+    return All(tuple(parts))
+
+
+def _array_ending(schema: dict[str, Any], at: str) -> Ending:
+    key, rest = "prefixItems", "items"
+    if isinstance(schema.get("items"), list):
+        key, rest = "items", "additionalItems"
+    count, first = int(schema.get("minItems", 0)), len(schema.get(key, ()))
+    parts = [f"{at}/{key}/{number}" for number in range(min(count, first))]
+    if count > first and rest in schema:
+        parts.append(f"{at}/{rest}")
+    return All(tuple(parts))
 
 
 def _check_value(key: str, value: Any, at: str) -> None:

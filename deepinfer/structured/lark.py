@@ -7,10 +7,10 @@ a fixed text is one lexeme with it, because lexemes take as much as they can.
 from __future__ import annotations
 
 import json
-from itertools import count
 from typing import Any
 
 from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.ebnf import ebnf_to_lark
 from deepinfer.structured.json_schema import bounded, read_schema
 from deepinfer.structured.regex import portable_pattern, without_anchors
 from deepinfer.structured.structural_tag import read_structural_tag
@@ -31,7 +31,7 @@ def to_lark(constraint: Constraint) -> str:
     if kind == "regex":
         return _HEAD + f"start: TEXT\nTEXT: {_regex(constraint.schema)}\n"
     if kind == "ebnf":
-        return _from_ebnf(constraint.schema)
+        return ebnf_to_lark(constraint.schema)
     if kind == "choice":
         return _HEAD + "start: " + " | ".join(map(_literal, read_choices(constraint.schema))) + "\n"
     return _TagGrammar().text(read_structural_tag(constraint.schema))
@@ -65,30 +65,19 @@ def _regex(pattern: str) -> str:
     return f"/{regex_to_lark(portable_pattern(without_anchors(pattern)), '')}/"
 
 
-def _from_ebnf(text: str) -> str:
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(text)
-    except Exception as error:  # it raises bare Exception for rules that do not exist
-        raise ValueError(f"so_args.schema is not an EBNF grammar: {error}") from None
-
-
 class _TagGrammar:
-    """Writes a FORMAT of structural_tag.py as rules."""
+    """Writes a FORMAT of structural_tag.py as rules. Equal parts share a rule: of hundreds of tools, most are."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._numbers = count()
+        self._names: dict[tuple[str, bool], str] = {}  # (body, whether it is a lexeme) -> its rule
 
     def text(self, node: dict[str, Any]) -> str:
         start = self._part(node)
-        return _HEAD + "\n".join([f"start: {start}", *self._lines]) + "\n"
+        lines = [f"{name}: {body}" for (body, _), name in self._names.items()]
+        return _HEAD + "\n".join([f"start: {start}", *lines]) + "\n"
 
     def _rule(self, body: str, lexeme: bool = False) -> str:
-        name = f"{'T' if lexeme else 'r'}{next(self._numbers)}"
-        self._lines.append(f"{name}: {body}")
-        return name
+        return self._names.setdefault((body, lexeme), f"{'T' if lexeme else 'r'}{len(self._names)}")
 
     def _part(self, node: dict[str, Any]) -> str:
         kind = node["type"]

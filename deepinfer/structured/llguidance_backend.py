@@ -38,8 +38,10 @@ class LLGuidanceBackend:
         self._executor = llguidance.LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
         self._num_words = vocabulary.num_words
 
-    def compile(self, constraint: Constraint, run: Run = at_once) -> LLGuidanceGrammar:
-        grammar = to_lark(constraint)
+    def write(self, constraint: Constraint) -> str:
+        return to_lark(constraint)
+
+    def build(self, grammar: str, run: Run = at_once) -> LLGuidanceGrammar:
         matcher = run(lambda: llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits))
         if matcher.is_error():
             raise ValueError(f"so_args.schema: {_reason(matcher)}")

@@ -2,7 +2,8 @@
 
 A schema is a program that a client wrote. Most compile in milliseconds; some take minutes, gigabytes or all the stack.
 Each is compiled in a fork, which soon gets what others leave of the CPUs, has limited memory, and is killed when it
-takes too long. What has passed may be compiled again beside the engine, in about the time that it took here.
+takes too long. What has passed, in the words of the grammar library, may be compiled again beside the engine, in less
+time than it took here.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ CPU_SECONDS = 1.0  # that compiling may take
 MASK_SECONDS = 0.05  # of CPU that the mask of a step may take
 TRIED_STEPS = 16
 EAGER_SECONDS = 0.05  # that a compilation has before it has to step back
+Answer = tuple[str | None, str | None]  # what is wrong, or the grammar
 
 
 class Sandbox:
@@ -41,8 +43,8 @@ class Sandbox:
         self._seconds = seconds
         self._local = threading.local()
 
-    def vet(self, constraint: Constraint) -> None:
-        """Raise ValueError naming the field if the constraint cannot be compiled within the limits."""
+    def write(self, constraint: Constraint) -> str:
+        """`Backend.write`. Raises ValueError naming the field if it cannot be compiled within the limits, either."""
         process = self._process()
         assert process.stdin is not None
         try:
@@ -52,9 +54,10 @@ class Sandbox:
         except (OSError, EOFError):  # a TimeoutError, too
             self._end(process)
             raise ValueError("so_args.schema could not be compiled: the process that does it is gone") from None
-        error = json.loads(answer)
+        error, grammar = json.loads(answer)
         if error is not None:
             raise ValueError(error)
+        return grammar
 
     def _process(self) -> subprocess.Popen[bytes]:
         process: subprocess.Popen[bytes] | None = getattr(self._local, "process", None)
@@ -84,15 +87,15 @@ class Sandbox:
 def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     """Raises TimeoutError, or EOFError if the process is gone."""
     assert process.stdout is not None
-    fd, deadline, line = process.stdout.fileno(), time.monotonic() + seconds, b""
-    while not line.endswith(b"\n"):
+    fd, deadline, parts = process.stdout.fileno(), time.monotonic() + seconds, [b""]
+    while not parts[-1].endswith(b"\n"):
         if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise TimeoutError
         part = os.read(fd, 1 << 16)
         if not part:
             raise EOFError
-        line += part
-    return line
+        parts.append(part)
+    return b"".join(parts)
 
 
 def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: str) -> None:
@@ -105,9 +108,10 @@ def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: s
     backend = make_backend(backend_name, load_vocabulary(Path(path), int(size), eos))
     row = np.zeros((int(size) + 31) // 32, np.int32)
 
-    def check(constraint: Constraint) -> None:
+    def check(constraint: Constraint) -> str:
         start = time.process_time()
-        automaton = backend.compile(constraint).automaton()
+        grammar = backend.write(constraint)
+        automaton = backend.build(grammar).automaton()
         if time.process_time() - start > CPU_SECONDS:
             raise ValueError("so_args.schema is too complex: compiling it takes too long")
         for _ in range(TRIED_STEPS):
@@ -119,13 +123,14 @@ def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: s
             token_id = int(allowed[len(allowed) // 2]) if len(allowed) else eos[0]
             if token_id in eos or not automaton.accept((token_id,)):
                 break
+        return grammar
 
-    def judge(line: bytes) -> str | None:
+    def judge(line: bytes) -> Answer:
         try:
-            check(Constraint.from_so_args(json.loads(line)))
+            return None, check(Constraint.from_so_args(json.loads(line)))
         except BaseException as fault:  # a library's panic is no Exception
-            return str(fault) if isinstance(fault, ValueError) else f"so_args.schema could not be compiled: {fault}"
-        return None
+            is_known = isinstance(fault, ValueError)
+            return (str(fault) if is_known else f"so_args.schema could not be compiled: {fault}"), None
 
     print("null", file=answers, flush=True)  # ready
     for line in sys.stdin.buffer:
@@ -136,7 +141,7 @@ def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: s
             os._exit(0)
 
 
-def in_child(judge: Callable[[], str | None], seconds: float) -> str | None:
+def in_child(judge: Callable[[], Answer], seconds: float) -> Answer:
     """The answer of a forked process, which may be killed without loading anything again afterwards."""
     read_end, write_end = os.pipe()
     pid = os.fork()
@@ -155,10 +160,12 @@ def in_child(judge: Callable[[], str | None], seconds: float) -> str | None:
             os.setpriority(os.PRIO_PROCESS, pid, 19)  # no usual schema: from here on others come first
             if not select.select([read_end], [], [], seconds)[0]:
                 os.kill(pid, signal.SIGKILL)
-                return f"so_args.schema is too complex: it was not compiled within {seconds:g} s"
+                return f"so_args.schema is too complex: it was not compiled within {seconds:g} s", None
         with os.fdopen(os.dup(read_end)) as pipe:
             answer = pipe.read()
-        return json.loads(answer) if answer else "so_args.schema is too complex: compiling it takes too much memory"
+        if not answer:
+            return "so_args.schema is too complex: compiling it takes too much memory", None
+        return json.loads(answer)
     finally:
         os.close(read_end)
         os.waitpid(pid, 0)

@@ -27,7 +27,7 @@ from deepinfer.errors import shown
 from deepinfer.structured.json_schema import check_schema
 
 MAX_DEPTH = 32
-MAX_PARTS = 4096
+MAX_PARTS = 65_536  # some hundred tools have ten thousands
 MAX_REPEAT = 10_000
 # type -> fields it must have, fields it may have
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -12,6 +12,7 @@ import xgrammar
 
 from deepinfer.structured.backend import Automaton, GrammarError, Run, at_once, fill_behind
 from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.ebnf import ebnf_to_lark
 from deepinfer.structured.json_schema import bounded, read_schema
 from deepinfer.structured.lark import ANY_OBJECT, read_choices
 from deepinfer.structured.regex import portable_pattern, without_anchors
@@ -45,10 +46,24 @@ class XGrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=THREADS)
 
-    def compile(self, constraint: Constraint, run: Run = at_once) -> XGrammarGrammar:
-        build = self._builder(constraint)
+    def write(self, constraint: Constraint) -> str:
+        """JSON: the compiler's method, and what it takes."""
+        kind, schema = constraint.schema_type, constraint.schema
+        if kind in ("json", "json_object"):
+            return _written("json", json.dumps(_enforced(read_schema(schema) if kind == "json" else ANY_OBJECT)))
+        if kind == "ebnf":
+            ebnf_to_lark(schema)  # it checks the rules
+            return _written("ebnf", schema)
+        if kind == "regex":
+            return _written("regex", portable_pattern(without_anchors(schema)))
+        if kind == "choice":
+            elements = [{"type": "const_string", "value": choice} for choice in read_choices(schema)]
+            return _written("tag", {"type": "or", "elements": elements})
+        return _written("tag", _tag(read_structural_tag(schema)))
+
+    def build(self, grammar: str, run: Run = at_once) -> XGrammarGrammar:
         try:
-            compiled = run(build)
+            compiled = run(lambda: self._build(*json.loads(grammar)))
         except ValueError:
             raise
         except Exception as error:  # it raises RuntimeError and classes of its own for what it does not take
@@ -57,26 +72,16 @@ class XGrammarBackend:
             raise ValueError(f"so_args.schema: {reason}") from None
         return XGrammarGrammar(compiled)
 
-    def _builder(self, constraint: Constraint) -> Any:
-        kind, schema = constraint.schema_type, constraint.schema
-        if kind in ("json", "json_object"):
-            return lambda: self._compile_json(read_schema(schema) if kind == "json" else ANY_OBJECT)
+    def _build(self, kind: str, source: Any) -> Any:
         if kind == "ebnf":
-            return lambda: self._compiler.compile_grammar(schema)
+            return self._compiler.compile_grammar(source)
         if kind == "regex":
-            return lambda: self._compiler.compile_regex(portable_pattern(without_anchors(schema)))
-        if kind == "choice":
-            elements = [{"type": "const_string", "value": choice} for choice in read_choices(schema)]
-            return lambda: self._compile_tag({"type": "or", "elements": elements})
-        return lambda: self._compile_tag(read_structural_tag(schema))
-
-    def _compile_json(self, schema: Any) -> Any:
+            return self._compiler.compile_regex(source)
+        if kind == "tag":
+            return self._compiler.compile_structural_tag({"type": "structural_tag", "format": source})
         return self._compiler.compile_json_schema(
-            json.dumps(_enforced(schema)), any_whitespace=False, separators=(", ", ": "), strict_mode=False
+            source, any_whitespace=False, separators=(", ", ": "), strict_mode=False
         )
-
-    def _compile_tag(self, node: dict[str, Any]) -> Any:
-        return self._compiler.compile_structural_tag({"type": "structural_tag", "format": _tag(node)})
 
     def accept(self, automata: Sequence[XGrammarAutomaton], token_ids: Sequence[Sequence[int]]) -> list[int]:
         return [automaton.accept(tokens) for automaton, tokens in zip(automata, token_ids, strict=True)]
@@ -131,6 +136,10 @@ class XGrammarAutomaton:
     def rollback(self, num_tokens: int) -> None:
         if num_tokens:
             self.matcher.rollback(num_tokens)
+
+
+def _written(kind: str, source: Any) -> str:
+    return json.dumps([kind, source])
 
 
 def _enforced(schema: Any) -> Any:

@@ -41,7 +41,8 @@ def backend(name: str = "llguidance") -> Backend:
 def compiled(so_args: dict[str, Any], name: str = "llguidance") -> Grammar:
     """Raises ValueError as a compiler does."""
     constraint = Constraint.from_so_args(so_args)
-    return Grammar(constraint, backend(name).compile(constraint), backend(name), vocabulary())
+    library = backend(name)
+    return Grammar(constraint, library.build(library.write(constraint)), library, vocabulary())
 
 
 def allowed(matcher: Matcher) -> set[int]:

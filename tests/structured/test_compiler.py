@@ -88,7 +88,7 @@ def test_a_fault_of_the_library_is_an_error_of_the_request(
     def fail(*_: Any) -> None:
         raise Panic("boom")
 
-    monkeypatch.setattr(grammars._backend, "compile", fail)
+    monkeypatch.setattr(grammars._backend, "build", fail)
     with pytest.raises(ValueError, match="so_args.schema could not be compiled: boom"):
         grammars.compile({"schema_type": "regex", "schema": "zz"}).result(20)
 

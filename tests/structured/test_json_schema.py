@@ -9,7 +9,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from deepinfer.structured.endless import All, Ending, Some, endless
 from deepinfer.structured.json_schema import FORMATS, bounded, check_schema
 from tests.structured.grammars import accepts, as_written, compiled, generated_schema, tokenizer, walk
 
@@ -127,11 +130,54 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "oneOf", "so_args.schema"),
     ({"type": "string", "pattern": "a(?=b)"}, "a(?=b)", "so_args.schema"),
     (False, "false", "so_args.schema"),
-    ({"$ref": "#"}, "no output satisfies it", "so_args.schema"),
+    ({"$ref": "#"}, "no finite value satisfies #", "so_args.schema"),
+    ({"required": ["a"], "type": "object", "properties": {"a": {"$ref": "#"}}}, "no finite value satisfies #:", ""),
+    ({"properties": {"a": {"$ref": "#/$defs/l"}}, "$defs": {"l": {"type": "array", "minItems": 1, "items": {
+        "anyOf": [{"$ref": "#/$defs/l"}, {"allOf": [{"$ref": "#/$defs/l"}]}]}}}}, "no finite value satisfies #/", ""),
+    ({"type": ["array", "object"], "required": ["x"], "additionalProperties": {"$ref": "#"},
+      "prefixItems": [{"$ref": "#"}], "minItems": 1}, "no finite value satisfies #:", ""),
     ({"type": "string", "minLength": 3, "maxLength": 2}, "", "so_args.schema"),
     ("", "object or a boolean", "#"),
     ([], "object or a boolean", "#"),
 ]  # fmt: skip
+
+
+FINITE: list[tuple[Any, Any]] = [
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}, {"a": {"a": {}}}),
+    ({"type": "array", "items": {"$ref": "#"}}, [[], [[]]]),
+    ({"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, [[None], None]),
+    ({"type": ["array", "null"], "minItems": 1, "items": {"$ref": "#"}}, [None, [None]]),
+    ({"type": "object", "required": ["a"], "properties": {"a": {"enum": [1, {}]}}}, {"a": {}}),
+]
+
+
+@pytest.mark.parametrize(("schema", "value"), FINITE, ids=lambda value: str(value)[:40])
+def test_recursion_that_ends_is_no_fault(schema: Any, value: Any) -> None:
+    assert accepts(compiled_json(schema), as_written(value))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 12))
+def test_rules_that_never_end_against_the_definition(seed: int, size: int) -> None:
+    rng = random.Random(seed)
+
+    def rule(depth: int) -> Ending:
+        kind = rng.choice(["rule", "rule", "all", "some"]) if depth else "rule"
+        if kind == "rule":
+            return str(rng.randrange(size))
+        parts = tuple(rule(depth - 1) for _ in range(rng.randint(0, 3)))
+        return All(parts) if kind == "all" else Some(parts)
+
+    def ends(node: Ending, known: set[str]) -> bool:
+        if isinstance(node, str):
+            return node in known
+        return (all if isinstance(node, All) else any)([ends(part, known) for part in node.parts])
+
+    rules = {str(number): rule(2) for number in range(size)}
+    known: set[str] = set()
+    for _ in rules:  # texts of at most so many rules within each other
+        known = {name for name, node in rules.items() if ends(node, known)}
+    assert endless(rules) == [name for name in rules if name not in known]
 
 
 @pytest.mark.parametrize(("schema", "keyword", "where"), REFUSED, ids=lambda value: str(value)[:40])

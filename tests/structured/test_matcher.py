@@ -148,7 +148,7 @@ def test_a_grammar_that_becomes_too_complex_fails_alone(monkeypatch: pytest.Monk
     small = llguidance_backend.LLGuidanceBackend(vocabulary())
     schema = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(40)}})
     constraint = Constraint("json", schema)
-    complex_one = Grammar(constraint, small.compile(constraint), small, vocabulary()).matcher()
+    complex_one = Grammar(constraint, small.build(small.write(constraint)), small, vocabulary()).matcher()
     fine = compiled({"schema_type": "regex", "schema": "a+"}).matcher()
     assert feed(complex_one, tokenizer().encode_text("{")[:1])
     mask = np.full((2, WORDS), EVERYTHING, np.int32)
