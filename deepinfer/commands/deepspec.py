@@ -93,10 +93,16 @@ def _answers(asked: dict[str, Any], temperature: float, out: Path) -> dict[str, 
     sampling = Sampling(temperature, asked["max_tokens"], asked["seed"])
     writer, target = load_writer(folder, asked["device"]), fingerprint(folder)
     for name, prompts in sets.items():
-        path = out / f"{name}-t{temperature:g}.jsonl"
-        with _progress(f"answers to {name}", len(prompts)) as advance:
-            ids = [writer.encode(prompt) for prompt in prompts]
-            found[name] = write_answers(path, ids, writer.write, sampling, advance, target)
+        found[name], said = list["Answer"](), [list[list[int]]() for _ in prompts]
+        for turn in range(1 + max(len(prompt.later) for prompt in prompts)):
+            asking = [i for i, prompt in enumerate(prompts) if len(prompt.later) >= turn]
+            path = out / f"{name}{f'-turn{turn + 1}' if turn else ''}-t{temperature:g}.jsonl"
+            with _progress(f"answers to {path.stem}", len(asking)) as advance:
+                ids = [writer.encode(prompts[i], said[i]) for i in asking]
+                answers = write_answers(path, ids, writer.write, sampling, advance, target)
+            for i, answer in zip(asking, answers, strict=True):
+                said[i].append(answer.token_ids[len(answer.prompt) :])
+            found[name] += answers
     del writer  # the engine's memory is wanted for what comes
     gc.collect()
     return found

@@ -44,7 +44,8 @@ class EngineWriter:
 
         self.llm = LLM(folder, device=device, max_num_seqs=BATCH_ON_CPU if device == "cpu" else BATCH)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, said: Sequence[list[int]] = ()) -> list[int]:
+        """Token ids of a prompt or, with the answers `said` to its first turns, of the next turn behind them."""
         from deepinfer.recipe import encode_prompt, render_chat
 
         if prompt.token_ids:
@@ -54,7 +55,7 @@ class EngineWriter:
             raise ValueError("target: it has no tokenizer.json")
         if not prompt.is_chat:
             return [tokenizer.control_id("bos"), *tokenizer.encode_text(prompt.text)]
-        messages = [{"role": "user", "content": prompt.text}]
+        messages = conversation(prompt, [tokenizer.decode(i for i in ids if i not in tokenizer.roles) for ids in said])
         return encode_prompt(render_chat(messages, model_version=tokenizer.model_version), tokenizer)
 
     def write(self, prompts: Sequence[list[int]], sampling: Sampling, first: int) -> list[list[int]]:
@@ -81,14 +82,15 @@ class HuggingFaceWriter:
         self._tokenizer: Any = None
         self._load_tokenizer = lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, said: Sequence[list[int]] = ()) -> list[int]:
+        """As EngineWriter.encode. Without a chat template turns and answers stand in lines of their own."""
         if prompt.token_ids:
             return list(prompt.token_ids)
         self._tokenizer = self._tokenizer or self._load_tokenizer()
+        messages = conversation(prompt, [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in said])
         if prompt.is_chat and self._tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt.text}]
             return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        return list(self._tokenizer.encode(prompt.text))
+        return list(self._tokenizer.encode("\n".join(message["content"] for message in messages)))
 
     @torch.no_grad()
     def write(self, prompts: Sequence[list[int]], sampling: Sampling, first: int) -> list[list[int]]:
@@ -119,6 +121,15 @@ def _ended(ids: list[int], last: set[int]) -> list[int]:
     """`ids` up to the first token of `last`, which stays."""
     end = next((i + 1 for i, token in enumerate(ids) if token in last), len(ids))
     return ids[:end]
+
+
+def conversation(prompt: Prompt, said: Sequence[str]) -> list[dict[str, str]]:
+    """Messages of the first turns of a prompt with their answers, and of the turn after them."""
+    turns = (prompt.text, *prompt.later)
+    messages = [{"role": "user", "content": turns[0]}]
+    for answer, turn in zip(said, turns[1:], strict=False):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    return messages
 
 
 def load_writer(folder: Path, device: str) -> EngineWriter | HuggingFaceWriter:

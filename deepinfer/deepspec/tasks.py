@@ -8,7 +8,7 @@ A file is .jsonl, or .json with one array of the same objects (Alpaca, sanitized
 | MATH-500 | problem, solution |
 | HumanEval | prompt (the head of a Python function), task_id |
 | MBPP | text or prompt, code |
-| MT-Bench | turns (or prompt, a list), of which the first is asked |
+| MT-Bench | turns (or prompt, a list), asked one after the other |
 | Alpaca | instruction, input |
 | any, encoded for one model | prompt_ids |
 """
@@ -28,11 +28,12 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question to ask, text to go on with, or token ids as they are."""
+    """A question to ask, text to go on with, or token ids as they are. `later`: what is asked after the answer."""
 
     text: str
     is_chat: bool
     token_ids: tuple[int, ...] = ()
+    later: tuple[str, ...] = ()
 
 
 def read_tasks(folder: Path, limit: int | None = None) -> dict[str, list[Prompt]]:
@@ -100,9 +101,9 @@ def as_prompt(line: Any) -> Prompt:
         return Prompt(_text(line, "prompt"), is_chat=False)
     turns = line.get("turns", line.get("prompt") if isinstance(line.get("prompt"), list) else None)
     if turns is not None:
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError("turns must be a list of texts")
-        return Prompt(turns[0], is_chat=True)
+        return Prompt(turns[0], is_chat=True, later=tuple(turns[1:]))
     if "instruction" in line:
         given = line.get("input") or ""
         return Prompt(_text(line, "instruction") + (f"\n\n{given}" if given else ""), is_chat=True)

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from deepinfer.cli import main
-from deepinfer.deepspec.answers import HuggingFaceWriter, Sampling
+from deepinfer.deepspec.answers import HuggingFaceWriter, Sampling, read_answers
 from deepinfer.models.layers.engram_map import compressed_token_map
 from deepinfer.models.random_weights import random_weights
 from deepinfer.models.writer import write_checkpoint
+from deepinfer.recipe import Tokenizer
 from tests.checkpoints import write_tokenizer
 from tests.configs import tiny_config
 from tests.deepspec.tiny_qwen import write_tiny_qwen
@@ -132,6 +133,28 @@ def test_the_answers_of_transformers_do_not_depend_on_their_neighbours(qwen):
     assert writer.write(prompts, Sampling(0.0, 12), 0)[1] == together[1][: together[1].index(together[1][4]) + 1]
     drawn = [writer.write(prompts, Sampling(1.0, 12, seed), 0) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_second_turns_are_asked_behind_the_first_answer(qwen, v41, tmp_path):
+    """MT-Bench: the prompt of turn 2 holds turn 1, its answer and the question, in the target's own format."""
+    (tmp_path / "tasks").mkdir()
+    lines = [{"turns": ["Say one thing", "And one more"]}, {"turns": ["Only this"]}]
+    (tmp_path / "tasks" / "mt.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name, target in (("qwen", qwen), ("v41", v41)):
+        out = tmp_path / name
+        run("prepare", "--target", target, "--tasks", tmp_path / "tasks", "--out", out, *SIZES)
+        first, second = (read_answers(out / "answers" / f"mt{turn}-t0.7.jsonl") for turn in ("", "-turn2"))
+        assert (len(first), len(second)) == (2, 1)
+        asked, answered = second[0].prompt, first[0].token_ids[len(first[0].prompt) :]
+        if name == "v41":
+            tokenizer = Tokenizer.from_file(v41 / "tokenizer.json")
+            text = tokenizer.decode(asked)
+            said = tokenizer.decode(i for i in answered if i not in tokenizer.roles)
+            assert text.startswith(tokenizer.decode(first[0].prompt)[:-20]) and text.count("Assistant") == 2
+            assert text.index("Say one thing") < text.index("And one more")
+            assert said.strip() in text
+        else:
+            assert asked[: len(first[0].prompt)] == first[0].prompt and len(asked) > len(first[0].prompt) + 10
 
 
 def test_length_is_that_of_the_cache(qwen, data, tmp_path, capsys):
