@@ -49,11 +49,23 @@ def test_step_cost_times_every_part() -> None:
     assert cost.host == pytest.approx(sum(cost.parts[name] for name in host_overhead.PARTS)) and cost.host < 20
 
 
+def test_a_step_with_drafts_verifies_so_many() -> None:
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    engine = host_overhead.make_engine(4, 64, 512, num_drafts=3)
+    for number in range(4):
+        engine.add_request(str(number), [5] * 20, params)
+    while engine.num_output_tokens < 200:
+        engine.step()
+    totals = engine.observer.stats.totals
+    assert totals["draft_tokens"] == 3 * totals["drafts"] > 3 * 4
+    assert step_cost(num_seqs=4, num_steps=30, params=params, vocab_size=64, num_drafts=3).host < 20
+
+
 def test_records_are_written(tmp_path: Path) -> None:
 
     records = host_overhead.measure(num_seqs=4, num_steps=20, repeats=1, growth_steps=200, command="c")
     path = results.save("host_overhead", records, tmp_path)
     saved = json.loads(path.read_text())
-    assert len(saved) == 7 and {record["part"] for record in saved} == {"2"}
+    assert len(saved) == 10 and {record["part"] for record in saved} == {"2"}
     first = next(record for record in saved if record["name"].startswith("decode step"))
     assert first["target"] == 1.0 and not first["higher_is_better"] and first["value"] == first["samples"][0]
