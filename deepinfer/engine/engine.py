@@ -41,6 +41,7 @@ from deepinfer.observability.observer import Observer
 from deepinfer.observability.stats import StepStats
 from deepinfer.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
 from deepinfer.params import MAX_SEED, SamplingParams
+from deepinfer.sampling.bitmask import start_token_bitmask
 from deepinfer.sampling.random import completion_seed
 from deepinfer.speculation.drafter import Drafter
 from deepinfer.speculation.slot_tokens import SlotTokens
@@ -270,6 +271,9 @@ class Engine:
                 slots = self.metadata.take(batch.sequences)
                 inputs = build_model_inputs(batch, slots, self.metadata, self.config, self._slot_tokens, self._graphs)
             start = time.monotonic()
+            bitmask = None
+            if not (self.overlaps or batch.has_drafts):  # the tokens are known: masks are filled while the model runs
+                bitmask = start_token_bitmask(sequences, self.runner.vocab_size)
             with scope("forward"):
                 logits = self.runner.run(inputs)
             if self.speculation is not None and batch.is_prefill:
@@ -283,7 +287,8 @@ class Engine:
             slots, device_slots = np.array([s.state_slot for s in sequences], np.int64), None
         starts = np.array([seq.num_computed for seq in batch.sequences])
         self.scheduler.advance(batch)
-        return LaunchedStep(batch, sequences, slots, device_slots, logits, starts, (start, time.monotonic())), []
+        times = (start, time.monotonic())
+        return LaunchedStep(batch, sequences, slots, device_slots, logits, starts, times, bitmask), []
 
     def _launch_sampling(self, step: LaunchedStep | None) -> tuple[LaunchedStep | None, list[RequestOutput]]:
         """Start drawing the step's tokens. Sequences that ended meanwhile keep their rows, which are never read."""

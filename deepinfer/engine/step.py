@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,7 +81,7 @@ class PlainSampling:
             return cls(launch_sample(step.logits, sequences, eos_token_ids))
         counters = np.array([seq.num_output_tokens for seq in sequences], np.int64)
         parameters = metadata.parameters(step.slots, counters, sequences)
-        sampled = launch_sample(step.logits, sequences, eos_token_ids, parameters=parameters)
+        sampled = launch_sample(step.logits, sequences, eos_token_ids, None, parameters, step.bitmask)
         slots = step.device_slots
         if slots is None:
             slots = upload(step.slots, step.logits.device)
@@ -104,6 +105,7 @@ class LaunchedStep:
     logits: Tensor
     starts: np.ndarray  # int64 [S], tokens of each sequence that were in the cache before
     launch_time: tuple[float, float]  # before and after the launch of the model, seconds
+    bitmask: Future[np.ndarray | None] | None = None  # what grammars allow, if that is being found out already
     sampled: Sampling | None = None  # once sampling is launched
 
     @property

@@ -185,7 +185,7 @@ class Speculation:
         parameters = metadata.parameters(
             np.repeat(step.slots, counts + 1), np.repeat(outputs, counts + 1) + column, rows
         )
-        sampled = launch_sample(step.logits, rows, eos_token_ids, choose, parameters)
+        sampled = launch_sample(step.logits, rows, eos_token_ids, choose, parameters, step.bitmask)
         if not sequences:
             return LaunchedRound(sequences, num_drafts, first_rows, sampled, None, self.drafter)
         state, device = self.state, step.logits.device

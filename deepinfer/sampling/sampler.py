@@ -5,6 +5,7 @@ next step on the device, and what the host wants of them is copied down behind t
 """
 
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -82,17 +83,19 @@ def launch_sample(
     eos_token_ids: Collection[int] = (),
     choose: Choose | None = None,
     parameters: np.ndarray | None = None,
+    started: Future[np.ndarray | None] | None = None,
 ) -> LaunchedSample:
     """`sample` in two halves: this one asks the device for the tokens, `read` waits for them.
 
     choose: may take other tokens than those drawn; None: those.
     parameters: `pack_parameters` of the sequences, from whoever keeps them; None: they are packed here.
+    started: `token_bitmask` of the sequences, from whoever had it started; None: they are found here.
     """
     if not sequences:  # a chunk that ends no prompt: `read` waits for the step all the same
         none = torch.empty(0, dtype=torch.int64, device=logits.device)
         return LaunchedSample(none, [], Download([none, logits[:, 0]]))
     edited = edit_logits(logits, sequences, eos_token_ids)
-    bitmask = token_bitmask(sequences, logits.shape[1])
+    bitmask = token_bitmask(sequences, logits.shape[1]) if started is None else started.result()
     if bitmask is not None:
         edited = ops.apply_token_bitmask(edited, upload(bitmask, logits.device))
     packed = pack_parameters(sequences, logits.shape[1]) if parameters is None else parameters
