@@ -1,15 +1,20 @@
 """`deepinfer bench speculation`: decoding with and without drafts, the same requests, batch by batch.
 
 Engines over one checkpoint, without drafts, with drafts whose number follows the decode curve, and with a fixed number,
-answer the same greedy requests in alternation; the time runs from the first decode step to the last token. Outputs
-must be the same tokens; on a GPU, where the number of rows may tip a token, the share that is the same is printed.
+answer the same greedy requests in alternation. The time runs from the first decode step until the first sequence of the
+batch ends, so that the batch is whole all the time; small batches are several, one after the other, so that there are
+prompts of all kinds. Outputs must be the same tokens; on a GPU, where the number of rows may tip a token, the share
+that is the same is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,6 +25,7 @@ from deepinfer.config.speculative import SpeculativeConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.llm import LLM
 from deepinfer.params import SamplingParams
+from deepinfer.recipe.tokenizer import Tokenizer
 
 AREA = "speculation"
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -31,19 +37,18 @@ PROMPTS = (
     "The sun is a star. The sun is very big and very hot. The earth goes around the sun. The moon goes around",
     '{"name": "Ada", "age": 36, "city": "London"}\n{"name": "Alan", "age": 41, "city": "Leeds"}\n{"name": "Grace",',
 )
+FEWEST_PROMPTS = 6  # of a round, however small the batch is
 SETTINGS = {"off": None, "variable": True, "fixed": False}  # variable_length
 
 
 @dataclass
 class Run:
-    """What one engine did with one batch."""
+    """What one engine did with the batches of one size."""
 
-    tokens_per_second: list[float] = field(default_factory=list)
-    outputs: dict[str, list[int]] = field(default_factory=dict)
+    tokens_per_second: list[float] = field(default_factory=list)  # by round
+    outputs: list[list[int]] = field(default_factory=list)  # of the latest round, by prompt
     drafts: float = 0.0
     accepted: float = 0.0
-    steps: int = 0
-    tokens: int = 0
 
     @property
     def accepted_length(self) -> float:
@@ -51,43 +56,74 @@ class Run:
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
 
-def decode_once(engine: Engine, prompts: list[list[int]], max_tokens: int, run: Run) -> None:
-    """Answer the prompts once; the time of prefill is left out."""
+def decode_batch(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], int, float]:
+    """Outputs of a batch when its first sequence has ended, and tokens and seconds of its decode steps alone."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    totals = engine.observer.stats.totals
-    before = {name: totals.get(name, 0.0) for name in ("drafts", "accepted")}
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, params)
-    run.outputs = {str(number): [] for number in range(len(prompts))}
-    start = 0.0
-    counted = 0
-    while engine.has_unfinished_requests():
+    outputs: list[list[int]] = [[] for _ in prompts]
+    start, counted, ended = 0.0, 0, False
+    while not ended:
         if not start and not (engine.scheduler.waiting or engine.scheduler.prefilling):
             synchronize(engine.config.device)
-            start, counted = time.perf_counter(), sum(map(len, run.outputs.values()))
+            start, counted = time.perf_counter(), sum(map(len, outputs))
         for output in engine.step():
             if output.error is not None:
                 raise ValueError(f"bench: a request failed: {output.error}")
             for completion in output.outputs:
-                run.outputs[output.request_id] += completion.token_ids
-        run.steps += bool(start)
+                outputs[int(output.request_id)] += completion.token_ids
+            ended |= output.finished
     synchronize(engine.config.device)
-    num_tokens = sum(map(len, run.outputs.values())) - counted
-    run.tokens_per_second.append(num_tokens / (time.perf_counter() - start))
-    run.tokens += num_tokens
+    seconds = time.perf_counter() - start
+    for number in range(len(prompts)):
+        engine.abort_request(str(number))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return outputs, sum(map(len, outputs)) - counted, seconds
+
+
+def decode_once(engine: Engine, batches: list[list[list[int]]], max_tokens: int, run: Run) -> None:
+    """Answer all batches once."""
+    totals = engine.observer.stats.totals
+    before = {name: totals.get(name, 0.0) for name in ("drafts", "accepted")}
+    run.outputs, num_tokens, seconds = [], 0, 0.0
+    for prompts in batches:
+        outputs, tokens, took = decode_batch(engine, prompts, max_tokens)
+        run.outputs += outputs
+        num_tokens, seconds = num_tokens + tokens, seconds + took
+    run.tokens_per_second.append(num_tokens / seconds)
     for name, value in before.items():
         setattr(run, name, getattr(run, name) + totals.get(name, 0.0) - value)
 
 
-def measure(engines: dict[str, Engine], prompts: list[list[int]], max_tokens: int, rounds: int) -> dict[str, Run]:
-    """All engines over the same prompts, in alternation; the first round warms up."""
+def measure(engines: dict[str, Engine], batches: list[list[list[int]]], max_tokens: int, rounds: int) -> dict[str, Run]:
+    """All engines over the same batches, in alternation; a shorter round in front warms up."""
+    for engine in engines.values():
+        decode_once(engine, batches, max_tokens // 2, Run())
     runs = {name: Run() for name in engines}
-    for number in range(rounds + 1):
-        if number == 1:
-            runs = {name: Run() for name in engines}
+    for _ in range(rounds):
         for name, engine in engines.items():
-            decode_once(engine, prompts, max_tokens, runs[name])
+            decode_once(engine, batches, max_tokens, runs[name])
     return runs
+
+
+def prompts_of(folder: Path | None, tokenizer: Tokenizer) -> list[list[int]]:
+    """The `prompt_ids` of the .jsonl files in a folder, of each in turn; without one, beginnings of our own."""
+    if folder is None:
+        count = max(BATCHES)  # no two alike: each starts with the others' number of words dropped
+        texts = [" ".join(PROMPTS[i % len(PROMPTS)].split(" ")[i // len(PROMPTS) % 8 :]) for i in range(count)]
+        return [tokenizer.encode_text(text) for text in texts]
+    kinds = [[json.loads(line)["prompt_ids"] for line in path.open()] for path in sorted(folder.glob("*.jsonl"))]
+    if not kinds:
+        raise ValueError(f"prompts: no .jsonl file in {folder}")
+    return list(chain.from_iterable(zip(*kinds, strict=False)))
+
+
+def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
+    """Batches of one size, of FEWEST_PROMPTS prompts or more; prompts that are too few come again."""
+    count = -(-FEWEST_PROMPTS // size)
+    repeated = [prompts[i % len(prompts)] for i in range(count * size)]
+    return [repeated[begin : begin + size] for begin in range(0, len(repeated), size)]
 
 
 def records_of(runs: dict[str, Run], method: str, name: str, batch: int, command: str, device: str) -> list:
@@ -127,13 +163,14 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="deepinfer bench speculation",
         description=__doc__,
-        epilog="Example: `deepinfer bench speculation --method dspark --device cuda`",
+        epilog="Example: `deepinfer bench speculation --method dspark --prompts benchmarks/nano/draft_prompts`",
     )
     parser.add_argument("--model", default="nano", help="nano or a checkpoint folder (default nano)")
     parser.add_argument("--method", choices=("ngram", "dspark"), default="ngram", help="what drafts (default ngram)")
     parser.add_argument("--num-speculative-tokens", type=int, default=5, help="most drafts of a step (default 5)")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="batch sizes (default 1 to 64)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of an answer (default 128)")
+    parser.add_argument("--prompts", type=Path, help="folder of .jsonl files with prompt_ids (default: our own)")
+    parser.add_argument("--max-tokens", type=int, default=96, help="tokens of an answer (default 96)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of all engines, alternating (default 3)")
     parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
     parser.add_argument("--quick", action="store_true", help="one short round of batches 1 and 4; nothing is saved")
@@ -158,18 +195,16 @@ def main(arguments: list[str]) -> None:
     engines, tokenizer = {setting: llm.engine for setting, llm in models.items()}, models["off"].tokenizer
     if tokenizer is None:
         parser.error(f"--model {options.model} has no tokenizer")
-    made = []
+    prompts, made = prompts_of(options.prompts, tokenizer), []
     for batch in batches:
-        # No two alike: each starts with the others' number of words dropped.
-        texts = [" ".join(PROMPTS[i % len(PROMPTS)].split(" ")[i // len(PROMPTS) % 8 :]) for i in range(batch)]
-        prompts = [tokenizer.encode_text(text) for text in texts]
-        runs = measure(engines, prompts, max_tokens, rounds)
-        same = sum(runs["variable"].outputs[key] == tokens for key, tokens in runs["off"].outputs.items())
+        runs = measure(engines, batches_of(prompts, batch), max_tokens, rounds)
+        pairs = list(zip(runs["off"].outputs, runs["variable"].outputs, strict=True))
+        same = sum(all(a == b for a, b in zip(*pair, strict=False)) for pair in pairs)
         made += records_of(runs, options.method, options.model, batch, command, options.device)
         figures = ", ".join(
             f"{setting} {median(run.tokens_per_second):,.1f} tok/s ({run.accepted_length:.2f} a round)"
             for setting, run in runs.items()
         )
-        print(f"batch {batch}: {figures}; {same} of {batch} outputs are the same", flush=True)
+        print(f"batch {batch}: {figures}; {same} of {len(pairs)} outputs are the same", flush=True)
     if not options.quick:
         print(f"wrote {results.save(AREA, made)}")

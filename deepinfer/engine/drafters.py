@@ -83,9 +83,13 @@ def captured(draft: DraftSlots, state: SlotTokens, config: EngineConfig) -> Draf
 
 
 def times_by_rows(curve: DecodeCurve, most: int, sizes: list[int] | None = None) -> np.ndarray:
-    """Milliseconds [most + 1] of decode steps of 0 to `most` rows; `sizes`: those that steps are padded to."""
+    """Milliseconds [most + 1] of decode steps of 0 to `most` rows; `sizes`: those that steps are padded to.
+
+    A step never takes longer than one of more rows: where it did when they were timed, it was disturbed.
+    """
     rows = np.arange(most + 1)
     if sizes:
         padded = np.append(np.array(sizes), rows[-1])
         rows = np.maximum(padded[np.searchsorted(np.array(sizes), rows)], rows)
-    return np.array([curve.step_ms(int(count)) for count in rows])
+    times = np.array([curve.step_ms(int(count)) for count in rows])
+    return np.minimum.accumulate(times[::-1])[::-1]

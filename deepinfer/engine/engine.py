@@ -327,11 +327,15 @@ class Engine:
         return step_stats(self.stats(), step, news, self.config, self.observer.flops, counts)
 
     def _learn_cost(self, step: LaunchedStep) -> None:
-        """Tell the scheduler how long a prefill step took, if it plans with that. Call when its tokens are read."""
+        """Tell whoever plans with it how long a step took. Call when its tokens are read."""
         last_read, self._last_read = self._last_read, time.monotonic()
-        if not step.batch.is_prefill or self.config.prefill_step_ms is None:
-            return
         start, end = step.launch_time
+        if not step.batch.is_prefill:
+            if self.speculation is not None:
+                self.speculation.observe(step, 1e3 * (self._last_read - max(start, last_read)))
+            return
+        if self.config.prefill_step_ms is None:
+            return
         if self.config.device != "cpu":  # it began when the step in front of it ended; on a CPU the launch is the step
             start, end = max(start, last_read), self._last_read
         self.scheduler.prefill_cost.observe(step.starts.tolist(), step.batch.num_tokens, 1e3 * (end - start))

@@ -38,11 +38,9 @@ from deepinfer.sampling.sampler import (
 from deepinfer.sampling.transfer import Download, upload
 from deepinfer.speculation.draft_lengths import draft_lengths
 from deepinfer.speculation.drafter import Drafter, Round
+from deepinfer.speculation.gate import DraftGate
 from deepinfer.speculation.slot_tokens import SlotTokens
-
-PAUSE_AFTER = 4  # decode steps in a row in which there were drafts and none paid: then none are made
-FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # for so many steps, twice as many each time, until drafts have paid again
-PAUSE_ENDS = 0.75  # or until the batch is this share of what it was
+from deepinfer.speculation.step_times import StepTimes
 
 
 @dataclass(slots=True)
@@ -55,6 +53,9 @@ class LaunchedRound:
     sampled: LaunchedSample
     verified: Download | None  # accepted [S], then the next drafts [S, K] and their scores; None: no sequences
     drafter: Drafter
+    makes_drafts: bool = False  # for the next step
+    num_expected: float = 0.0  # drafts that are accepted
+    num_accepted: int = 0  # once it is read
 
     def read(self) -> StepTokens:
         """Wait for the tokens. Drafts and scores go to the sequences, what became of the old ones to the drafter."""
@@ -66,6 +67,7 @@ class LaunchedRound:
         num_verified_of: list[int] = []
         result = StepTokens([], [], [], num_verified_of)
         invalid = set(sampled.invalid_rows)
+        self.num_accepted = sum(accepted)
         for i, (seq, first, count) in enumerate(zip(self.sequences, self.first_rows.tolist(), accepted, strict=True)):
             rows = slice(first, first + count + 1)
             result.token_ids.append(sampled.token_ids[rows])
@@ -111,19 +113,16 @@ class Speculation:
         self.drafter = drafter
         self.state = state
         self.variable_length = variable_length
-        self.step_ms = np.ones(num_slots * (1 + drafter.num_drafts) + 1) if step_ms is None else step_ms
-        self.draft_ms = np.zeros(num_slots) if draft_ms is None else draft_ms
+        if step_ms is None:
+            step_ms = np.ones(num_slots * (1 + drafter.num_drafts) + 1)
+        self.times = StepTimes(step_ms, np.zeros(num_slots) if draft_ms is None else draft_ms)
         self._rows = MTPInfoPool(num_slots, drafter.num_drafts)
+        self.gate = DraftGate(self.times, drafter.num_drafts)
+        self._makes_drafts = True  # the next step, for the one behind it
+        self._num_expected = 0.0  # drafts of the next step that are expected to be accepted
+        self._new_scores: list[list[float]] = []  # chances of drafts that the gate has not seen
         self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
-        self._declined = 0  # decode steps in a row whose drafts did not pay, and of the pause after them
         self.draft_probabilities = draft_probabilities
-        self._pause = FIRST_PAUSE
-        self._paused_batch = 0  # sequences that decoded when it began
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether no drafts are made, because they have not paid lately."""
-        return self._declined >= PAUSE_AFTER
 
     def draft_lengths(self, sequences: list[TokenSequence]) -> list[int]:
         """How many drafts of each sequence the next step verifies; never more than it could still output."""
@@ -131,24 +130,33 @@ class Speculation:
         room = [
             min(max(seq.max_num_tokens - seq.num_tokens - 1, 0), most) if seq.has_drafts else 0 for seq in sequences
         ]
+        self._num_expected = 0.0
         if not self.variable_length:
             return room
+        self._makes_drafts = self.gate.makes_drafts(len(sequences))
+        self.gate.saw(self._new_scores)  # after the gate was asked: it must not depend on what the drafts to verify are
+        self._new_scores = []
+        if not any(room):
+            return room
         nothing = [0.0] * most
-        chances = np.array(
+        survival = np.array(
             [nothing if seq.draft_scores is None else self.drafter.survival(seq.draft_scores) for seq in sequences]
         )
-        lengths = draft_lengths(
-            chances, np.array(room), self.step_ms, self.draft_ms[len(sequences)], self.drafter.draws
-        )
-        if lengths.any() or (self.is_paused and len(sequences) < PAUSE_ENDS * self._paused_batch):
-            self._declined, self._pause = 0, FIRST_PAUSE
-        elif self.is_paused or chances.any():
-            self._declined += 1
-            if self._declined == PAUSE_AFTER:
-                self._paused_batch = len(sequences)
-            elif self._declined >= PAUSE_AFTER + self._pause:
-                self._declined, self._pause = 0, min(2 * self._pause, LONGEST_PAUSE)
+        chances = np.minimum(self.gate.trust * survival, 1.0)
+        step_ms = self.times.by_drafts(len(sequences), survival.size, self._makes_drafts)
+        lengths = draft_lengths(chances, np.array(room), step_ms, self.drafter.draws)
+        self._num_expected = float(survival[np.arange(most) < lengths[:, None]].sum())
         return lengths.tolist()
+
+    def observe(self, step: LaunchedStep, ms: float) -> None:
+        """A decode step has been read, so long after it began, or after the one in front of it was read."""
+        round = step.sampled
+        if self.variable_length and isinstance(round, LaunchedRound) and step.sequences:
+            self.times.observe(len(step.sequences), sum(step.batch.num_tokens), round.makes_drafts, ms)
+            if step.batch.has_drafts:
+                self.gate.learn(round.num_expected, round.num_accepted)
+            scores = [seq.draft_scores for seq in step.sequences if seq.draft_scores is not None]
+            self._new_scores += map(self.drafter.survival, scores)
 
     def before_decode(self, batch: ScheduledBatch) -> None:
         """Give the device the tokens of sequences that come from elsewhere: the host, or another engine."""
@@ -199,21 +207,25 @@ class Speculation:
         # that the step before could bring, drafts and one.
         longest = int((known + counts).max()) + 2 + self.drafter.num_drafts
         drawing = None
-        if self.drafter.draws and not self.is_paused:
+        if self.drafter.draws and self._makes_drafts:
             drawing, _ = draw_parameters(metadata.parameters(step.slots, outputs), step.logits.shape[1], device)
         round = Round(slots, tokens, accepted, longest, drawing)
         self.drafter.chosen(state, round)
         results: list[Tensor] = [accepted]
         for seq in sequences:
-            seq.has_drafts = not self.is_paused
-        if not self.is_paused:
+            seq.has_drafts = self._makes_drafts
+        if self._makes_drafts:
             drafts = self.drafter.draft(state, round)
             state.tokens[slots, 1:] = drafts.tokens
             if drafts.probabilities is not None:
                 assert self.draft_probabilities is not None
                 self.draft_probabilities[slots] = drafts.probabilities
             results += [drafts.tokens, drafts.scores]
-        return LaunchedRound(sequences, num_drafts, first_rows, sampled, Download(results), self.drafter)
+        verified = Download(results)
+        expected = 0.0 if is_prefill else self._num_expected
+        return LaunchedRound(
+            sequences, num_drafts, first_rows, sampled, verified, self.drafter, self._makes_drafts, expected
+        )
 
     def _rejection(self, slots: np.ndarray, counts: np.ndarray, filters: bool) -> Choose:
         """Takes a draft or what is left without it; a sequence's last row, which has no draft behind it, as drawn."""

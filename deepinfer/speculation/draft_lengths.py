@@ -14,23 +14,16 @@ from __future__ import annotations
 
 import numpy as np
 
-MARGIN = 1.02  # the gain below which a step without drafts is taken: chances and times are estimates
-
 
 def draft_lengths(
-    survival: np.ndarray,
-    room: np.ndarray,
-    step_ms: np.ndarray,
-    draft_ms: float = 0.0,
-    until_first_fall: bool = False,
+    survival: np.ndarray, room: np.ndarray, step_ms: np.ndarray, until_first_fall: bool = False
 ) -> np.ndarray:
     """Drafts to verify of each of S sequences, int64 [S].
 
     Args:
         survival: [S, K] chance that draft i and all before it are accepted; does not rise along a row.
         room: int [S], most drafts of each.
-        step_ms: [at least S * (1 + K) + 1] milliseconds of a decode step by its rows.
-        draft_ms: milliseconds that drafting adds to a step.
+        step_ms: [S * K + 1] milliseconds of a step by the drafts that it verifies.
         until_first_fall: of Theta, for drafts that were drawn.
     """
     num_sequences, num_drafts = survival.shape
@@ -39,12 +32,24 @@ def draft_lengths(
     order = np.argsort(-chances, kind="stable")  # a sequence's drafts stay in their order
     order = order[: np.count_nonzero(chances)]
     tau = num_sequences + np.concatenate(([0.0], np.cumsum(chances[order])))
-    theta = tau / (step_ms[num_sequences : num_sequences + len(tau)] + draft_ms)
+    theta = tau / step_ms[: len(tau)]
     if until_first_fall:
         falls = np.diff(theta) < 0
         best = int(falls.argmax()) if falls.any() else len(order)
-        return np.bincount(order[:best] // num_drafts, minlength=num_sequences)
-    best = int(theta.argmax())
-    if best == 0 or theta[best] * step_ms[num_sequences] < MARGIN * num_sequences:
-        return np.zeros(num_sequences, np.int64)
+    else:
+        best = int(theta.argmax())
     return np.bincount(order[:best] // num_drafts, minlength=num_sequences)
+
+
+def expected_rate(survival: np.ndarray, num_sequences: int, step_ms: np.ndarray) -> float:
+    """Tokens a millisecond of steps of so many sequences, whose drafts have chances like these.
+
+    survival: [N, K], N >= 1, any drafts. They are taken for those of N // num_sequences steps, or repeated to be those
+    of one. step_ms: [num_sequences * K + 1] as above.
+    """
+    num_steps = max(len(survival) // num_sequences, 1)
+    chances = np.resize(survival, (num_steps, num_sequences * survival.shape[1]))
+    gained = np.cumsum(-np.sort(-chances, axis=1), axis=1)
+    tau = num_sequences + np.concatenate((np.zeros((num_steps, 1)), gained), axis=1)
+    best = (tau / step_ms).argmax(axis=1)
+    return float(tau[np.arange(num_steps), best].sum() / step_ms[best].sum())

@@ -208,6 +208,7 @@ def test_drafts_that_are_always_right_are_all_accepted(num_drafts: int, overlap:
     workload = [Arrival(0, [5, 9, 2], params)]
     plain = run(make_engine(setting, None), workload)
     engine = make_engine(setting, texts_of(workload, plain))
+    engine.speculation.variable_length = False
     engine.speculation.drafter._drafts = lambda text: plain_drafts(engine, text)  # never cut short
     assert outcome(run(engine, workload)["0"]) == outcome(plain["0"])
     decode_steps = sum(not is_prefill for is_prefill, _ in engine.runner.steps)

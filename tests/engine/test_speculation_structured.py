@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache
 
-import numpy as np
 import pytest
 
 from deepinfer import LLM, SamplingParams
@@ -71,7 +70,6 @@ def test_answers_are_those_without_drafts(overlap: bool, honesty: float | None) 
         texts = [prompts[i] + list(tokens) for i, outputs in enumerate(want) for tokens, _, _ in outputs]
         drafter = TellTale(NUM_DRAFTS, 8, [t for text in texts for t in (text, [0, *text])], honesty, 1)
     engine = Engine(runner, config, runner.eos_token_ids, drafter=drafter)
-    engine.speculation.step_ms = np.ones_like(engine.speculation.step_ms)
     engine.grammars = plain().engine.grammars
     llm = LLM.from_engine(engine, plain().tokenizer)
     assert answers(llm) == want

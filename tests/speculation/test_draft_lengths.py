@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deepinfer.engine.decode_curve import DecodeCurve
 from deepinfer.engine.drafters import times_by_rows
 from deepinfer.speculation.acceptance import PRIOR_RATE, AcceptanceRates
-from deepinfer.speculation.draft_lengths import MARGIN, draft_lengths
+from deepinfer.speculation.draft_lengths import draft_lengths, expected_rate
 
 chances = st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3)
 
@@ -21,43 +21,51 @@ chances = st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3)
 @given(
     rates=st.lists(chances, min_size=1, max_size=4),
     room=st.lists(st.integers(0, 3), min_size=4, max_size=4),
-    steps=st.lists(st.floats(0.0, 3.0), min_size=20, max_size=20),
-    draft_ms=st.sampled_from([0.0, 0.5]),
+    steps=st.lists(st.floats(0.0, 3.0), min_size=13, max_size=13),
 )
 def test_no_other_choice_gives_more_tokens_a_millisecond(
-    rates: list[list[float]], room: list[int], steps: list[float], draft_ms: float
+    rates: list[list[float]], room: list[int], steps: list[float]
 ) -> None:
     survival = np.cumprod(np.array(rates), axis=1)
     limits = np.array(room[: len(rates)])
     step_ms = 1.0 + np.cumsum(steps)  # rises, by anything
-    got = draft_lengths(survival, limits, step_ms, draft_ms)
+    got = draft_lengths(survival, limits, step_ms)
 
     def theta(lengths: tuple[int, ...]) -> float:
         tau = len(rates) + sum(survival[i, :n].sum() for i, n in enumerate(lengths))
-        return tau / (step_ms[len(rates) + sum(lengths)] + draft_ms * any(lengths))
+        return tau / step_ms[sum(lengths)]
 
     choices = itertools.product(*(range(limit + 1) for limit in limits))
-    best, plain = max(map(theta, choices)), theta((0,) * len(rates))
     assert (got <= limits).all()
-    if got.any():
-        assert theta(tuple(got)) == pytest.approx(best) and theta(tuple(got)) >= MARGIN * plain * (1 - 1e-9)
-    else:
-        assert best <= MARGIN * plain * (1 + 1e-9)
+    assert theta(tuple(got)) == pytest.approx(max(map(theta, choices)))
 
 
 def test_a_step_that_only_grows_slower_is_filled_and_a_steep_one_is_not() -> None:
     survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.1]])
     room = np.array([3, 3])
-    flat, steep = np.full(20, 2.0), np.arange(20.0)
+    flat, steep = np.full(7, 2.0), np.arange(2.0, 9.0)
     assert draft_lengths(survival, room, flat).tolist() == [3, 3]
     assert draft_lengths(survival, room, steep).tolist() == [0, 0]
-    stairs = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0])  # padded to 4 rows
+    stairs = np.array([1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0])  # padded to 4 rows
     assert draft_lengths(survival, room, stairs).tolist() == [2, 0]
+
+
+@given(rates=st.lists(chances, min_size=1, max_size=4), steps=st.lists(st.floats(0.0, 3.0), min_size=13, max_size=13))
+def test_the_rate_of_one_step_is_that_of_its_lengths(rates: list[list[float]], steps: list[float]) -> None:
+    survival, step_ms = np.cumprod(np.array(rates), axis=1), 1.0 + np.cumsum(steps)
+    lengths = draft_lengths(survival, np.full(len(rates), 3), step_ms)
+    tau = len(rates) + sum(survival[i, :n].sum() for i, n in enumerate(lengths))
+    got = expected_rate(survival, len(rates), step_ms[: 3 * len(rates) + 1])
+    assert got == pytest.approx(tau / step_ms[lengths.sum()])
+    twice = np.concatenate((survival, survival))  # two such steps
+    assert expected_rate(twice, len(rates), step_ms[: 3 * len(rates) + 1]) == pytest.approx(got)
 
 
 def test_times_are_those_of_the_padded_sizes() -> None:
     curve = DecodeCurve(((1, 1.0), (4, 2.0), (8, 6.0)))
     assert times_by_rows(curve, 9, [1, 4, 8]).tolist() == [1.0, 1.0, 2.0, 2.0, 2.0, 6.0, 6.0, 6.0, 6.0, 7.0]
+    disturbed = DecodeCurve(((1, 5.0), (4, 2.0), (8, 6.0)))
+    assert times_by_rows(disturbed, 4).tolist() == [2.0] * 5
     assert times_by_rows(curve, 4).tolist() == [1.0, 1.0, pytest.approx(4 / 3), pytest.approx(5 / 3), 2.0]
 
 

@@ -1,0 +1,110 @@
+"""DraftGate: whether drafts are made at all.
+
+Where they do not pay, making them must cost nothing: no drafts, no rows, and no more than PROBE_SHARE of the time to
+find out whether that has changed. The gate compares the tokens a millisecond that steps with drafts are expected to
+give with those of steps without, by the times that this engine measures (StepTimes) and the chances of the latest
+drafts, corrected by how many were really accepted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepinfer.speculation.draft_lengths import expected_rate
+from deepinfer.speculation.step_times import StepTimes
+
+OPENS = 1.03  # the expected gain from which drafts are made; they are until there is none
+REVIEW = 4  # steps after which the gain is looked at again
+CHECK_AFTER, CHECK_EVERY = 12, 512  # steps with drafts, where the time without is not known and where it is
+CHECK_STEPS = 4  # without drafts; the first of them verifies the latest, and tells nothing
+PROBE_SHARE = 0.01  # of the time may go into drafts that are not expected to pay
+SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps between two probes: twice as many each time that it stays closed
+PAID = 64  # steps with drafts that count as a success
+MEMORY = 24  # drafted blocks, or those of one step, that are remembered
+TRUST = 0.1, 1.25  # bounds of how many drafts are accepted of those expected
+TRUST_MEMORY = 1000.0  # expected drafts after which what was seen before counts half
+TRUST_PRIOR = 20.0
+
+
+class DraftGate:
+    """Asked once a decode step, before the step is launched."""
+
+    def __init__(self, times: StepTimes, num_drafts: int) -> None:
+        self.times = times
+        self.num_drafts = num_drafts
+        self.is_open = True
+        self._seen = np.empty((0, num_drafts))  # chances of the latest drafts
+        self._steps = 0  # since the gate opened or closed, or since the latest check or probe
+        self._left = 0  # steps that are left of it
+        self._failures = 0  # times that drafts did not pay since they last did
+        self._reviewed = 0  # sequences at the latest review
+        self._expected = self._accepted = 0.0
+
+    @property
+    def trust(self) -> float:
+        """Drafts accepted of each that was expected to be."""
+        ratio = (self._accepted + TRUST_PRIOR) / (self._expected + TRUST_PRIOR)
+        return min(max(ratio, TRUST[0]), TRUST[1])
+
+    def makes_drafts(self, num_sequences: int) -> bool:
+        """Whether the next step, of so many sequences, makes drafts for the one behind it."""
+        self._steps += 1
+        resized = 4 * abs(num_sequences - self._reviewed) > self._reviewed
+        if len(self._seen) and (resized or self._steps % REVIEW == 0):
+            self._reviewed = num_sequences
+            self._review(num_sequences)
+        return self._drafts_but_for_checks(num_sequences) if self.is_open else self._probes(num_sequences)
+
+    def _drafts_but_for_checks(self, num_sequences: int) -> bool:
+        if self._steps == PAID:
+            self._failures = 0
+        if self._left:
+            self._left -= 1
+            return False
+        if self._steps < (CHECK_EVERY if self.times.knows_plain(num_sequences) else CHECK_AFTER):
+            return True
+        self._steps, self._left = 0, CHECK_STEPS - 1
+        return False
+
+    def _probes(self, num_sequences: int) -> bool:
+        if self._left:
+            self._left -= 1
+            return True
+        length = -(-8 // num_sequences)
+        extra = float(self.times.by_drafts(num_sequences, 0, True)[0]) / self.times.plain(num_sequences) - 1.0
+        pause = max(extra * length / PROBE_SHARE, SHORTEST_PAUSE << min(self._failures, 10))
+        if self._steps < min(pause, LONGEST_PAUSE):
+            return False
+        self._steps, self._left = 0, length - 1
+        self._failures += 1
+        self.times.fade()
+        self._forget(0.9)
+        return True
+
+    def saw(self, survival: list[list[float]]) -> None:
+        """Chances, each [K], of drafts that have been made."""
+        if survival:
+            kept = max(MEMORY, len(survival))
+            self._seen = np.concatenate((self._seen, np.nan_to_num(survival, nan=0.0)))[-kept:]
+
+    def learn(self, num_expected: float, num_accepted: int) -> None:
+        """Of the drafts of a step so many were expected to be accepted, and were."""
+        if self._expected > TRUST_MEMORY:
+            self._forget(0.5)
+        self._expected += num_expected
+        self._accepted += num_accepted
+
+    def gain(self, num_sequences: int) -> float:
+        """Tokens a millisecond of steps with drafts like the latest, as a multiple of those without."""
+        step_ms = self.times.by_drafts(num_sequences, num_sequences * self.num_drafts, True)
+        with_drafts = expected_rate(np.minimum(self.trust * self._seen, 1.0), num_sequences, step_ms)
+        return with_drafts * self.times.plain(num_sequences) / num_sequences
+
+    def _review(self, num_sequences: int) -> None:
+        opens = self.gain(num_sequences) >= (1.0 if self.is_open else OPENS)
+        if opens != self.is_open:
+            self.is_open, self._steps, self._left = opens, 0, 0
+
+    def _forget(self, share: float) -> None:
+        self._expected *= share
+        self._accepted *= share
