@@ -50,7 +50,7 @@ struct Params {
 };
 
 // Those that end in 0 have a second one for the other group behind them.
-enum NamedBarrier { PROBABILITIES_0 = 1, SUMS_0 = 3, QUERY_0 = 5, RESCALE_0 = 7 };
+enum NamedBarrier { SUMS_0 = 1, QUERY_0 = 3, RESCALE_0 = 5 };
 
 struct Barriers {
     u32 base;
@@ -58,6 +58,8 @@ struct Barriers {
     DEVICE u32 query_free() const { return base + 8; }
     DEVICE u32 ready(int tile, int half) const { return base + 16 + (tile * 2 + half) * 8; }
     DEVICE u32 free(int tile, int half) const { return base + 48 + (tile * 2 + half) * 8; }
+    // From one consumer group to the other, thread by thread: named barriers are not followed by racecheck.
+    DEVICE u32 probabilities(int tile) const { return base + 80 + tile * 8; }
 };
 
 // The tiles of 64 keys that this block reads: the window's come first.
@@ -402,11 +404,11 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 pack_probabilities(s, words);
                 put_words(mine, words);
                 put_maximum(shared_maximum, softmax);
-                named_arrive(PROBABILITIES_0, 256);
+                barrier_arrive(barriers.probabilities(0));
                 rescale<GROUP_ID>(o, factor);
                 add_values(o, words, values_0);
 
-                named_sync(PROBABILITIES_0 + 1, 256);
+                barrier_wait(barriers.probabilities(1), parity);
                 wgmma_wait<0>();
                 fence_registers(o);
                 barrier_arrive(barriers.free(0, 0));
@@ -435,7 +437,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
         } else {
             for (int pair = 0; pair < pairs; pair++) {
                 score_tile<1>(s, query, my_keys, barriers, parity);
-                named_sync(PROBABILITIES_0, 256);  // tile 0's values while our scores are on their way
+                barrier_wait(barriers.probabilities(0), parity);  // tile 0's values while our scores are on their way
                 follow_maximum(softmax, shared_maximum, factor);
                 rescale<GROUP_ID>(o, factor);
                 get_words(other, words);
@@ -449,7 +451,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 pack_probabilities(s, next_words);
                 put_words(mine, next_words);
                 put_maximum(shared_maximum + 128, softmax);
-                named_arrive(PROBABILITIES_0 + 1, 256);
+                barrier_arrive(barriers.probabilities(1));
 
                 wgmma_wait<0>();
                 fence_registers(o);
@@ -490,6 +492,7 @@ sparse_attention(const __grid_constant__ Params p, const __grid_constant__ Tenso
         barrier_init(barriers.query_ready(), 1);
         barrier_init(barriers.query_free(), 8);
         for (int tile = 0; tile < 2; tile++) {
+            barrier_init(barriers.probabilities(tile), 128);
             for (int half = 0; half < 2; half++) {
                 const bool with_bias = tile == half;  // which is written and read thread by thread
                 barrier_init(barriers.ready(tile, half), 128 + (with_bias ? BIAS_THREADS : 0));
