@@ -41,11 +41,18 @@ extern "C" __global__ void take_turns(float2* out, int rounds) {
 // A block's asynchronous copies, then a meeting of the cluster, then its peer's stores to the same place.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) copies_then_peers(const uint4* source, uint4* out, int rounds) {
     __shared__ uint4 place[128];
+    __shared__ u64 memory;
+    const u32 barrier = shared_address(&memory);
+    if (threadIdx.x == 0) barrier_init(barrier, 128), barrier_fence_init();
+    __syncthreads();
     u32 rank = blockIdx.x % 2, here = shared_address(place + threadIdx.x), there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(1 - rank));
     uint4 sum = make_uint4(0, 0, 0, 0);
     for (int round = 0; round < rounds; round++) {
-#if COPIES
+#if COPIES == 2
+        copy_16(here, source + threadIdx.x, true, keep_policy());
+        barrier_arrive_on_copies(barrier), barrier_wait(barrier, round & 1);
+#elif COPIES
         copy_16(here, source + threadIdx.x, true, keep_policy());
         wait_for_copies();
 #else

@@ -18,13 +18,13 @@ from deepinfer.kernels.flash_mla.attention import fused_attention
 from tests.kernels.test_flash_mla import FORMATS, ROUNDING, make_case, relative_error
 
 SPLITS = ("1", "2", "4")
-HAND_OVERS = {"take_turns": "NAMED", "copies_then_peers": "COPIES"}
+HAND_OVERS = {"take_turns": "01", "copies_then_peers": "012"}  # kernels of hand_over.cu and their variants
 
 
 def names() -> list[str]:
-    """Attention over rows of some formats with a split, the fused kernel, the two hand-overs alone in two ways each."""
+    """Attention over rows of some formats with a split, the fused kernel, hand-overs alone."""
     attention = ["-".join(pair) for pair in product(FORMATS, SPLITS)]
-    return [*attention, "fused", *(f"{name}-{way}" for name, way in product(HAND_OVERS, ("0", "1")))]
+    return [*attention, "fused", *(f"{name}-{way}" for name, ways in HAND_OVERS.items() for way in ways)]
 
 
 def run_attention(name: str) -> float:
@@ -43,7 +43,7 @@ def run_attention(name: str) -> float:
 
 
 def run_hand_over(name: str) -> None:
-    """`hand_over.cu`: NAMED or COPIES 1 as the kernel does it, 0 in a way that racecheck is known to follow."""
+    """`hand_over.cu` with NAMED and COPIES as the number in the name says."""
     kernel, way = name.rsplit("-", 1)
     built = Kernel(Build(kernel, Path(__file__).parent / "hand_over.cu", {"NAMED": way, "COPIES": way}))
     out, rounds = torch.zeros(256, 4, dtype=torch.int32, device="cuda"), ctypes.c_int(5)
