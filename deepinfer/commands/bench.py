@@ -140,10 +140,10 @@ def overhead(
 def structured(
     model: str = typer.Option("nano", help="`nano` or a checkpoint folder."),
     batch_size: int = typer.Option(32, min=1, help="Requests at once, each with a schema of its own."),
-    tokens: int = typer.Option(96, min=2, help="Tokens of each."),
-    rounds: int = typer.Option(5, min=1, help="Runs of both sides, alternating; medians of their ratios are reported."),
+    tokens: int = typer.Option(48, min=2, help="Tokens of each."),
+    rounds: int = typer.Option(9, min=1, help="Pairs of runs, their order changing; medians of their ratios count."),
     device: str = typer.Option("cpu", help="Torch device, e.g. cpu or cuda."),
-    parts: str = typer.Option("throughput,tpot", help="What to measure."),
+    parts: str = typer.Option("throughput,tpot", help="What to measure: throughput, tpot, backends."),
     save: bool = typer.Option(False, "--save", help="Write benchmarks/results/structured.json."),
 ) -> None:
     """What grammars cost: throughput beside unconstrained requests, and steps of others while bad ones are compiled."""

@@ -31,7 +31,7 @@ START_SECONDS = 120.0
 CPU_SECONDS = 1.0  # that compiling may take
 MASK_SECONDS = 0.05  # of CPU that the mask of a step may take
 TRIED_STEPS = 16
-EAGER_SECONDS = 0.05  # that a compilation has before it has to step back
+EAGER_SECONDS = 0.02  # that a compilation has before it has to step back
 Answer = tuple[str | None, str | None]  # what is wrong, or the grammar
 
 
