@@ -1,11 +1,13 @@
-"""The engine with Hopper attention against the engine with PyTorch's reference attention: logits and greedy tokens.
+"""The engine with Hopper attention against the engine with attention in float32: logits and greedy tokens.
 
 A few layers of V4.1's attention (64 heads of 512, window, both compression ratios, top-k 512), everything else small.
-The reference run is fed the tokens of the first, so that all steps can be compared.
+The other runs are fed the tokens of the first, so that all steps can be compared.
 
-Tolerance: the kernel adds in FP32 what the reference rounds to BF16 here and there, which routing and selection may
-amplify. Logits may differ by 4% of their norm over BF16 caches and by 7% over FP8 and FP4 ones, where a last bit may
-decide about a code; tokens must be the same where the reference is surer than that.
+Tolerance: the kernel multiplies and adds in FP32 and differs from float32 attention by one rounding of probabilities to
+BF16, 0.15% of a result's norm (tests/kernels/test_flash_mla.py). What a model makes of that, in later layers and where
+a last bit decides about a cache's code or a selected position, no formula says: a third run measures it, float32
+attention with noise of that size on its results. Logits may differ by twice what the noise does (the largest of 96 rows
+against the largest of 96), and by TOLERANCE at most; tokens must be the same where the reference is surer than that.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from deepinfer.engine.engine import Engine
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.kernels import ops
 from deepinfer.kernels.flash_mla import attention as flash_mla
+from deepinfer.kernels.reference.basic import rope
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.params import SamplingParams
 
 TOLERANCE = {"bf16": 0.04, "fp8": 0.07}
+ROUNDING = 2**-8 / (3 * 2.16) ** 0.5  # of a norm, by rounding its values to BF16
 PROMPTS = (900, 300, 40, 1500)  # beyond the window, beyond top-k at ratio 1 and 2, and within both
 STEPS = 24
 
@@ -52,6 +56,29 @@ def new_runner(device: str, **options: object) -> ModelRunner:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = synthetic_model(config, dtype, device, quantize_activations=False)
     return ModelRunner(model, EngineConfig(device=device, max_num_seqs=4, max_model_len=2048, **options))  # type: ignore[arg-type]
+
+
+def float32_attention(noise: float) -> Callable[..., Tensor]:
+    """`sparse_attention` in float32 over what the caches hold; noise relative to each value on its result."""
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def attention(q: Tensor, *rest: object) -> Tensor:
+        result = ops.sparse_attention.reference(q.float(), *rest)
+        result *= 1 + noise * torch.randn(result.shape, generator=g, device=result.device)
+        return result.to(q.dtype)
+
+    return attention
+
+
+def float32_rotated(noise: float) -> Callable[..., Tensor]:
+    """`rotated_attention` likewise; the rotated query is BF16, as tensor cores read it."""
+    attention = float32_attention(noise)
+
+    def rotated(q: Tensor, cos: Tensor, sin: Tensor, *rest: object) -> Tensor:
+        turned = rope.reference(q.float(), cos, sin, False).to(q.dtype)
+        return rope.reference(attention(turned.float(), *rest), cos, sin, True).to(q.dtype)
+
+    return rotated
 
 
 def run(runner: ModelRunner, choose: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
@@ -105,15 +132,23 @@ def test_the_engine_gives_the_reference_s_tokens(kv_cache_dtype: str, monkeypatc
     options = {"kv_cache_dtype": kv_cache_dtype, "zero_overhead_scheduling": False}
     ours = run(new_runner("cuda", **options), lambda step, logits: logits)
     assert len(launches) >= 4 * 8  # eight layers: of a prefill step, and of the three decode steps that are captured
-    torch.cuda.empty_cache()
-
-    monkeypatch.delitem(ops.sparse_attention.backends, "cuda")
-    monkeypatch.delitem(ops.rotated_attention.backends, "cuda")
     launches.clear()
-    theirs = run(new_runner("cuda", cuda_graphs=False, **options), lambda step, logits: ours[step])
+    exact, noisy = (reference_run(noise, ours, options, monkeypatch) for noise in (0.0, ROUNDING))
     assert not launches
     assert sum(map(len, ours)) == len(PROMPTS) * STEPS
-    error, agreement, wrong = compare(ours, theirs, TOLERANCE[kv_cache_dtype])
-    assert error < TOLERANCE[kv_cache_dtype]
+    allowed = 2 * compare(noisy, exact, 1.0)[0]
+    error, agreement, wrong = compare(ours, exact, allowed)
+    print(f"{kv_cache_dtype}: {error:.4f} of the logits' norm, noise {allowed / 2:.4f}, same tokens {agreement:.3f}")
+    assert error < min(allowed, TOLERANCE[kv_cache_dtype])
     assert agreement > 0.9
     assert wrong == 0
+
+
+def reference_run(
+    noise: float, tokens_of: list[Tensor], options: dict, monkeypatch: pytest.MonkeyPatch
+) -> list[Tensor]:
+    """Logits with attention in float32, of the tokens that another run's logits gave."""
+    torch.cuda.empty_cache()
+    monkeypatch.setitem(ops.sparse_attention.backends, "cuda", float32_attention(noise))
+    monkeypatch.setitem(ops.rotated_attention.backends, "cuda", float32_rotated(noise))
+    return run(new_runner("cuda", cuda_graphs=False, **options), lambda step, logits: tokens_of[step])
