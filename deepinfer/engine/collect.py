@@ -41,7 +41,7 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class News:
-    """What a step brought. `invalid`: unfinished sequences whose tokens mean nothing."""
+    """What a step brought. `invalid`: unfinished sequences whose next token means nothing."""
 
     outputs: dict[str, RequestOutput]  # by request
     invalid: list[Sequence]
@@ -60,11 +60,13 @@ def collect(
 ) -> News:
     """Append the new tokens, apply the stop conditions and collect the news per request."""
     now, sequences, num_expected = time.monotonic(), step.sequences, step.num_expected
-    news = News({}, [sequences[i] for i in sampled.invalid if sequences[i].finish_reason is None])
+    news = News({}, [])
     for i, (seq, token_ids, logprobs) in enumerate(zip(sequences, sampled.token_ids, sampled.logprobs, strict=True)):
-        if seq.finish_reason is not None or (news.invalid and seq in news.invalid):
-            continue  # it ended before these tokens were read, or has none
-        num_accepted = len(token_ids) - 1
+        if seq.finish_reason is not None:
+            continue  # it ended before these tokens were read
+        num_accepted, num_valid = len(token_ids) - 1, sampled.num_valid.get(i)
+        if num_valid is not None:
+            token_ids, logprobs = token_ids[:num_valid], None if logprobs is None else logprobs[:num_valid]
         for count, token_id in enumerate(token_ids, 1):
             seq.append(token_id, eos_token_ids)
             if seq.finish_reason is not None and count < len(token_ids):  # what was accepted behind it is void
@@ -74,6 +76,10 @@ def collect(
             scheduler.settle(seq, num_expected[i], len(token_ids))
         if sampled.num_verified is not None and sampled.num_verified[i]:
             news.drafts.add(sampled.num_verified[i], min(num_accepted, len(token_ids)))
+        if num_valid is not None and seq.finish_reason is None:
+            news.invalid.append(seq)
+            if not token_ids:
+                continue
         news.num_tokens += len(token_ids)
         if seq.metrics.first_token_time is None:
             seq.metrics.first_token_time = now

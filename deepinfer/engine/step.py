@@ -45,11 +45,11 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class StepTokens:
-    """What a step brought, an entry a sequence. `invalid`: sequences whose tokens mean nothing."""
+    """What a step brought, an entry a sequence."""
 
     token_ids: list[list[int]]
     logprobs: list[list[TokenLogprob] | None]
-    invalid: list[int]
+    num_valid: dict[int, int]  # of sequences whose other tokens mean nothing
     num_verified: list[int] | None = None  # drafts that were verified; all tokens but the last were among them
 
 
@@ -91,7 +91,7 @@ class PlainSampling:
     def read(self) -> StepTokens:
         got = self.sampled.read()
         logprobs = [None if each is None else [each] for each in got.logprobs]
-        return StepTokens([[token_id] for token_id in got.token_ids], logprobs, got.invalid_rows)
+        return StepTokens([[token_id] for token_id in got.token_ids], logprobs, dict.fromkeys(got.invalid_rows, 0))
 
 
 @dataclass(slots=True)

@@ -61,20 +61,20 @@ class LaunchedRound:
         """Wait for the tokens. Drafts and scores go to the sequences, what became of the old ones to the drafter."""
         sampled = self.sampled.read()
         if self.verified is None:
-            return StepTokens([], [], [])
+            return StepTokens([], [], {})
         accepted, *drafts = (tensor.tolist() for tensor in self.verified.read())
         new_drafts, scores = drafts if drafts else (None, None)
         num_verified_of: list[int] = []
-        result = StepTokens([], [], [], num_verified_of)
-        invalid = set(sampled.invalid_rows)
+        result = StepTokens([], [], {}, num_verified_of)
+        invalid = sampled.invalid_rows
         self.num_accepted = sum(accepted)
         for i, (seq, first, count) in enumerate(zip(self.sequences, self.first_rows.tolist(), accepted, strict=True)):
             rows = slice(first, first + count + 1)
             result.token_ids.append(sampled.token_ids[rows])
             logprobs = sampled.logprobs[rows]
             result.logprobs.append(None if logprobs[0] is None else logprobs)  # type: ignore[arg-type]
-            if invalid and not invalid.isdisjoint(range(rows.start, rows.stop)):
-                result.invalid.append(i)
+            if invalid and (wrong := [row - first for row in invalid if rows.start <= row < rows.stop]):
+                result.num_valid[i] = wrong[0]
             num_verified = min(self.num_drafts[i], len(seq.next_drafts))
             if num_verified and seq.draft_scores is not None:
                 self.drafter.learn(seq.draft_scores, num_verified, count)

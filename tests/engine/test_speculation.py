@@ -279,6 +279,8 @@ def test_a_sequence_that_fails_disturbs_nobody() -> None:
     while engine.has_unfinished_requests():
         record(got, engine.step())
     assert got["bad"].error == "the model returned logits that are not finite"
+    before = greedy_oracle(bad_prompt, params, EOS, engine.max_model_len)[0][: bad_length - len(bad_prompt)]
+    assert got["bad"].outputs[0].token_ids == before  # drafts in front of the bad row are tokens like any other
     assert got["good"].outputs[0].token_ids == greedy_oracle([4], params, EOS, engine.max_model_len)[0]
     assert_idle(engine)
 
