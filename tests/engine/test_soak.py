@@ -1,4 +1,5 @@
-"""Long runs: 20,000 requests with a cache for a quarter of what they want, and 100,000 steps in constant memory."""
+"""Long runs: 20,000 requests, 5,000 with drafts and grammars, in a quarter of the cache they want; and 100,000 steps in
+constant memory."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import random
 import time
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from deepinfer.engine.engine import Engine
 from deepinfer.outputs import RequestOutput
 from deepinfer.params import SamplingParams
 from tests.engine.test_engine_workloads import EOS, assert_idle, record
+from tests.engine.toy_grammar import compiler, so_args
 from tests.engine.toy_model import VOCAB_SIZE, ToyRunner, greedy_oracle
 
 NUM_REQUESTS = 20_000
@@ -36,10 +38,10 @@ class SoakRequest:
     cancel_after: int | None = None
 
 
-def draw_requests(seed: int) -> Iterator[SoakRequest]:
+def draw_requests(seed: int, structured: float = 0.0) -> Iterator[SoakRequest]:
     """Without end: lengths over three orders of magnitude, 5% with tiny max_tokens.
 
-    An eighth is to be cancelled, of which a fifth ends before that: 10% are.
+    An eighth is to be cancelled, of which a fifth ends before that: 10% are. `structured` of them have a grammar.
     """
     rng = random.Random(seed)
     while True:
@@ -54,22 +56,32 @@ def draw_requests(seed: int) -> Iterator[SoakRequest]:
             priority=rng.choice([0, 0, 0, 0, -2, 1, 3]),
             deadline_seconds=rng.uniform(0.05, 5) if rng.random() < 0.01 else None,
         )
+        if structured and rng.random() < structured:
+            params = replace(params, so_args=so_args(rng.randrange(8)), ignore_eos=False)
         cancel_after = rng.randrange(max_tokens) if rng.random() < 0.125 else None
         yield SoakRequest([rng.randrange(VOCAB_SIZE) for _ in range(length)], params, cancel_after)
 
 
-def make_engine(num_blocks: int, **options: object) -> Engine:
+def make_engine(num_blocks: int, num_drafts: int = 0, **options: object) -> Engine:
+    """With `num_drafts` prompt lookup drafts so many tokens, after every match of a single one."""
+    if num_drafts:
+        options["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 1, "variable_length": False,
+        }  # fmt: skip
     config = EngineConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, max_num_seqs=MAX_NUM_SEQS, **options)
-    return Engine(ToyRunner(num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN), config, EOS)
+    runner = ToyRunner(num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, room=1 + num_drafts)
+    engine = Engine(runner, config, EOS)
+    engine.grammars = compiler()
+    return engine
 
 
 def solo(engine: Engine, request: SoakRequest) -> tuple[list[int], str | None]:
-    """Tokens and finish reason of a request alone: of the oracle, or, if it is sampled, in an engine of its own."""
-    if request.params.temperature == 0:
+    """Tokens and finish reason of a request alone: of the oracle, or, if it is drawn or constrained, in an engine."""
+    if request.params.temperature == 0 and request.params.so_args is None:
         return greedy_oracle(request.prompt, request.params, EOS, MAX_MODEL_LEN)[:2]
     params = SamplingParams(
         max_tokens=request.params.max_tokens, temperature=request.params.temperature, seed=request.params.seed,
-        ignore_eos=request.params.ignore_eos,
+        ignore_eos=request.params.ignore_eos, so_args=request.params.so_args,
     )  # fmt: skip
     engine.add_request("solo", request.prompt, params)
     tokens, reason = [], None
@@ -94,13 +106,30 @@ def check(engine: Engine, request: SoakRequest, got: RequestOutput) -> None:
 @pytest.mark.timeout(2 * 3600)
 def test_20_000_requests_with_a_quarter_of_the_cache_they_want() -> None:
     """Overlap, swap and priorities on. DEEPINFER_SOAK_MINUTES keeps new requests coming for that long at least."""
+    soak(NUM_REQUESTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * 3600)
+def test_5_000_requests_with_drafts_of_which_a_fifth_have_grammars() -> None:
+    """The same; what is compared with has no drafts."""
+    totals = soak(NUM_REQUESTS // 4, structured=0.2, num_drafts=3).observer.stats.totals
+    assert totals["draft_tokens"] > totals["accepted"] > 1000
+
+
+def soak(num_requests: int, structured: float = 0.0, num_drafts: int = 0) -> Engine:
+    """Run so many requests and compare each with itself alone."""
     minutes = float(os.environ.get("DEEPINFER_SOAK_MINUTES", 0))
-    requests = draw_requests(seed=1)
+    requests = draw_requests(1, structured)
     first = [next(requests) for _ in range(1000)]
     wanted = [-(-(len(r.prompt) + (r.params.max_tokens or 0)) // BLOCK_SIZE) for r in first]
     num_blocks = 1 + max(MAX_MODEL_LEN // BLOCK_SIZE, MAX_NUM_SEQS * sum(wanted) // len(wanted) // 4)
     engine = make_engine(
-        num_blocks, zero_overhead_scheduling=True, preemption_mode="swap", swap_memory_bytes=50 * BLOCK_SIZE * 8
+        num_blocks,
+        num_drafts,
+        zero_overhead_scheduling=True,
+        preemption_mode="swap",
+        swap_memory_bytes=50 * BLOCK_SIZE * 8,
     )
     alone = make_engine(1 + MAX_MODEL_LEN // BLOCK_SIZE)
     rng = random.Random(2)
@@ -119,7 +148,7 @@ def test_20_000_requests_with_a_quarter_of_the_cache_they_want() -> None:
                 counts[finished.outputs[0].finish_reason or ""] += 1
 
     while True:
-        more = num_added < NUM_REQUESTS or time.monotonic() - start < 60 * minutes
+        more = num_added < num_requests or time.monotonic() - start < 60 * minutes
         if not more and not engine.has_unfinished_requests():
             break
         for _ in range(rng.choice([0, 0, 1, 8, 40]) if more and len(engine.scheduler.waiting) < MOST_WAITING else 0):
@@ -149,9 +178,10 @@ def test_20_000_requests_with_a_quarter_of_the_cache_they_want() -> None:
         f"{num_cancelled} cancelled, {stats.num_output_tokens} tokens, {stats.num_preemptions} preemptions, "
         f"{swap.num_swapped_out} of them swapped, {num_blocks} blocks"
     )
-    assert num_added >= NUM_REQUESTS and sum(counts.values()) == num_added
+    assert num_added >= num_requests and sum(counts.values()) == num_added
     assert num_cancelled > 0.09 * num_added
     assert stats.num_preemptions > swap.num_swapped_out > 0, "both ways of preempting must have been used"
+    return engine
 
 
 def resident_bytes() -> int:
