@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -11,15 +13,32 @@ from deepinfer.commands import options
 
 app = typer.Typer(help="GPU kernels that are compiled at run time.", no_args_is_help=True)
 
+EXAMPLES = (
+    "deepinfer kernels warmup",
+    "deepinfer kernels warmup sparse_attention fp8_gemm --workers 4",
+    "deepinfer kernels warmup --no-triton",
+)
 
-@app.command(epilog=options.examples("deepinfer kernels warmup", "deepinfer kernels warmup --workers 4"))
+
+@app.command(epilog=options.examples(*EXAMPLES))
 def warmup(
+    names: Annotated[list[str] | None, typer.Argument(help="CUDA C++ kernels by name; default: all.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Compilations at once.")] = min(8, os.cpu_count() or 1),
+    triton: Annotated[bool, typer.Option(help="On a GPU, compile the Triton kernels too, if no name is given.")] = True,
 ) -> int:
-    """Compile the CUDA C++ kernels into the cache (minutes). Needs a CUDA compiler (NVRTC or nvcc), but no GPU.
+    """Compile the GPU kernels into the cache (minutes the first time), so that no request waits for a compiler.
 
-    Triton kernels are compiled at first use.
+    CUDA C++ needs a compiler (NVRTC or nvcc), but no GPU. Triton kernels are compiled on a GPU, by a few steps of a
+    small model of V4.1-Flash's shapes; elsewhere at first use.
     """
+    failed = compile_cuda_cpp(names or [], workers)
+    if triton and not names:
+        compile_triton()
+    return 1 if failed else 0
+
+
+def compile_cuda_cpp(names: list[str], workers: int) -> int:
+    """Compile what the engine may launch of these kernels, all if there are no names; returns how many failed."""
     from deepinfer.kernels.deep_jit.compilers import CompileError, find_compiler
     from deepinfer.kernels.deep_jit.warmup import all_builds, compile_all
 
@@ -27,7 +46,12 @@ def warmup(
         compiler = find_compiler()
     except CompileError as error:
         raise ValueError(str(error)) from None
-    builds, failed = all_builds(), 0
+    builds = all_builds()
+    known = sorted({build.name for build in builds})
+    for name in names:
+        if name not in known:
+            raise ValueError(f"kernel is {name!r}, allowed: {', '.join(known)}")
+    builds, failed = [build for build in builds if not names or build.name in names], 0
     print(f"{len(builds)} kernels with {compiler.version}")
     for result in compile_all(builds, workers):
         macros = " ".join(f"{name}={value}" for name, value in result.build.defines.items())
@@ -35,4 +59,22 @@ def warmup(
         if result.error:
             failed += 1
             print(result.error)
-    return 1 if failed else 0
+    return failed
+
+
+def compile_triton() -> None:
+    """Prefill and decode a batch with random weights, which compiles every Triton kernel on the way."""
+    from deepinfer.kernels.platform import PLATFORM
+
+    if PLATFORM.name != "cuda" or find_spec("triton") is None:
+        print("Triton kernels: at first use, there is no GPU here or no Triton")
+        return
+    from deepinfer.bench.decode import measure_batch
+    from deepinfer.bench.synthetic import benchmark_engine, benchmark_model
+    from deepinfer.config.engine import EngineConfig
+
+    start = time.perf_counter()
+    model = benchmark_model("nano", "cuda", synthetic="v41", num_layers=4, num_experts=16)
+    engine = benchmark_engine(model, EngineConfig(max_num_seqs=16, max_model_len=1200, watermark=0.0, device="cuda"))
+    measure_batch(engine, batch=16, prompt_len=1024, num_steps=4, seed=0)
+    print(f"{time.perf_counter() - start:6.1f} s  Triton kernels")
