@@ -57,12 +57,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Build, str],
 
 @pytest.fixture(scope="module")
 def select(compiled) -> Callable[..., torch.Tensor]:
-    def run(scores: torch.Tensor, k: int, row_k: torch.Tensor | None = None) -> torch.Tensor:
-        chosen = top_k.plan(scores.shape[1], k)
+    def run(scores: torch.Tensor, k: int, row_k: torch.Tensor | None = None, cluster: int = 8) -> torch.Tensor:
+        chosen = top_k.plan(scores.shape[1], k, cluster)
         assert chosen is not None
         out = torch.full((len(scores), k), -7, dtype=torch.int32)
         parameters = top_k.parameters(scores, k, row_k, out, chosen)
-        on_host = compiled(top_k.build(scores.dtype is torch.bfloat16, chosen.cluster), "Params")
+        on_host = compiled(top_k.build(scores.dtype is torch.bfloat16, chosen), "Params")
         on_host(ctypes.byref(parameters), chosen.cluster, len(scores), chosen.shared_bytes)
         return out
 
@@ -93,6 +93,20 @@ def test_selects_as_a_stable_sort(select, n: int, width: int, k: int, kind: str,
     assert torch.equal(select(scores, k), top_k_positions.reference(scores, k))
 
 
+@pytest.mark.parametrize("cluster", [2, 4])
+@pytest.mark.parametrize("kind", ["normal", "short", "zeros"])
+def test_few_large_blocks(select, cluster: int, kind: str):
+    scores = scores_of(kind, 2, 9000).bfloat16()
+    assert torch.equal(select(scores, 512, None, cluster), top_k_positions.reference(scores, 512))
+
+
+@pytest.mark.parametrize(("visible", "k"), [(3000, 512), (5000, 512), (5000, 2048), (12000, 2048)])
+def test_short_contexts_in_wide_rows(select, visible: int, k: int):
+    scores = scores_of("normal", 1, 33000)
+    scores[:, visible:] = -INF
+    assert torch.equal(select(scores, k), top_k_positions.reference(scores, k))
+
+
 def test_more_than_one_chunk_a_block(select):
     scores = scores_of("normal", 1, 140_000).bfloat16()
     assert torch.equal(select(scores, 512), top_k_positions.reference(scores, 512))
@@ -112,12 +126,15 @@ def test_gate(compiled):
     """Blocks one after the other, each with several rows a warp; equal experts in their order."""
     cases = list(CASES["moe_gate"](torch.Generator().manual_seed(0)))
     cases.append((torch.zeros(3, 100), torch.zeros(100), 8, True, 2.5))
-    cases.append((normal(torch.Generator().manual_seed(1), 20, 384).round(), torch.zeros(384), 6, True, 2.5))
+    g = torch.Generator().manual_seed(1)
+    cases.append((normal(g, 20, 384).round(), torch.zeros(384), 6, True, 2.5))
+    cases.append((normal(g, 20, 384) * 60, normal(g, 384), 6, False, 1.0))  # some scores are infinite at first
+    cases.append((normal(g, 20, 384).masked_fill(torch.arange(384) % 3 > 0, -INF), normal(g, 384), 6, True, 1.0))
     for logits, bias, k, normalise, scaling in cases:
         logits = logits.contiguous()
         chosen, gates = torch.full((len(logits), k), -7, dtype=torch.int32), torch.full((len(logits), k), -7.0)
         arguments = gate.parameters(logits, bias, chosen, gates, normalise, scaling, 2)
-        on_host = compiled(gate.build(logits.shape[1]), "GateParams")
+        on_host = compiled(gate.build(logits.shape[1], k), "GateParams")
         if len(logits):
             on_host(ctypes.byref(arguments), arguments.blocks, 1, gate.SHARED_BYTES)
         expected = moe_gate.reference(logits, bias, k, normalise, scaling)

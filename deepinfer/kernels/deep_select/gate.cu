@@ -5,7 +5,7 @@
 // and counts how many are ahead of its own. Rows with infinities, NaN or many equal experts take the exact score of all.
 // Of equal experts the first are chosen.
 //
-// Macros: EXPERTS, and CLUSTER = 1 for cluster.cuh.
+// Macros: EXPERTS, K, and CLUSTER = 1 for cluster.cuh.
 #include "cluster.cuh"
 
 #define THREADS 256
@@ -16,10 +16,9 @@
 struct GateParams {
     const float* logits;  // [rows, EXPERTS]
     const float* bias;    // [EXPERTS] or [rows, EXPERTS]
-    int* chosen;          // [rows, k]
+    int* chosen;          // [rows, K]
     float* gates;
     int rows;
-    int k;
     int bias_stride;
     int blocks;
     int normalise;
@@ -46,13 +45,13 @@ DEVICE u32 key_of(float x) {
 DEVICE float near_score(float x) { return 0.8325546112f * fast_sqrt(fabsf(fast_log2(1.0f + fast_exp(x)))); }
 
 struct Choice {
-    int rank;  // of the lane's expert; p.k and more are not chosen
+    int rank;  // of the lane's expert; K and more are not chosen
     int expert;
     float score;
 };
 
 // The best, k times.
-DEVICE Choice choose_among_all(const float* logits, const float* bias, int k) {
+DEVICE Choice choose_among_all(const float* logits, const float* bias) {
     int lane = threadIdx.x % 32;
     u32 key[OWN];
 #pragma unroll
@@ -61,7 +60,7 @@ DEVICE Choice choose_among_all(const float* logits, const float* bias, int k) {
         key[i] = expert < EXPERTS ? key_of(score_of(logits[expert]) + bias[expert]) : 0;
     }
     Choice own = {lane, 0, 0};
-    for (int i = 0; i < k; i++) {
+    for (int i = 0; i < K; i++) {
         u32 best = 0, at = ALL;
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
@@ -111,7 +110,8 @@ KERNEL(THREADS, 4) gate(const GateParams p) {
         u32 bits = __float_as_uint(largest);
         u32 key = bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
         u32 most = __reduce_max_sync(ALL, key), bound = most;
-        for (int i = 1; i < p.k; i++) {
+#pragma unroll
+        for (int i = 1; i < K; i++) {
             if (key == bound) key = 0;
             bound = __reduce_max_sync(ALL, key);
         }
@@ -136,15 +136,24 @@ KERNEL(THREADS, 4) gate(const GateParams p) {
             own.expert = lane < count ? list[lane] : 0;
             own.score = score_of(logits[own.expert]);
             u32 exact = lane < count ? key_of(own.score + row_bias[own.expert]) : 0;
-            own.rank = lane < count ? 0 : 32;
-            for (int i = 0; i < count; i++) {
-                u32 other = __shfl_sync(ALL, exact, i), expert = __shfl_sync(ALL, static_cast<u32>(own.expert), i);
-                own.rank += other > exact || (other == exact && expert < static_cast<u32>(own.expert));
+            own.rank = 32;
+            u32 left = exact;
+#pragma unroll
+            for (int i = 0; i < K; i++) {
+                u32 best = __reduce_max_sync(ALL, left);
+                if (left == best) own.rank = i, left = 0;
+            }
+            if (__popc(__ballot_sync(ALL, own.rank < K)) != K) {  // equal ones
+                own.rank = exact != 0 ? 0 : 32;
+                for (int i = 0; i < count; i++) {
+                    u32 other = __shfl_sync(ALL, exact, i), expert = __shfl_sync(ALL, static_cast<u32>(own.expert), i);
+                    own.rank += other > exact || (other == exact && expert < static_cast<u32>(own.expert));
+                }
             }
         } else {
-            own = choose_among_all(logits, row_bias, p.k);
+            own = choose_among_all(logits, row_bias);
         }
-        bool chosen = own.rank < p.k;
+        bool chosen = own.rank < K;
         float gate = chosen ? own.score : 0;
         if (p.normalise) {
             float sum = gate;
@@ -153,8 +162,8 @@ KERNEL(THREADS, 4) gate(const GateParams p) {
             gate = gate / (sum + 1e-20f);
         }
         if (chosen) {
-            p.chosen[row * p.k + own.rank] = own.expert;
-            p.gates[row * p.k + own.rank] = gate * p.scaling;
+            p.chosen[row * K + own.rank] = own.expert;
+            p.gates[row * K + own.rank] = gate * p.scaling;
         }
         __syncwarp();
     }

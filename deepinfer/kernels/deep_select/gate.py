@@ -27,7 +27,6 @@ class _Params(ctypes.Structure):
         ("chosen", ctypes.c_void_p),
         ("gates", ctypes.c_void_p),
         ("rows", ctypes.c_int),
-        ("k", ctypes.c_int),
         ("bias_stride", ctypes.c_int),
         ("blocks", ctypes.c_int),
         ("normalise", ctypes.c_int),
@@ -35,18 +34,18 @@ class _Params(ctypes.Structure):
     ]
 
 
-def build(experts: int) -> Build:
-    return Build("gate", Path(__file__).parent / "gate.cu", {"EXPERTS": experts, "CLUSTER": 1})
+def build(experts: int, k: int) -> Build:
+    return Build("gate", Path(__file__).parent / "gate.cu", {"EXPERTS": experts, "K": k, "CLUSTER": 1})
 
 
 def builds() -> list[Build]:
     """What the engine launches for V4.1-Flash: for `deepinfer kernels warmup`."""
-    return [build(384)]
+    return [build(384, 6)]
 
 
 @cache
-def _kernel(experts: int, device: int) -> Kernel | None:
-    kernel = Kernel(build(experts), SHARED_BYTES)
+def _kernel(experts: int, k: int, device: int) -> Kernel | None:
+    kernel = Kernel(build(experts, k), SHARED_BYTES)
     try:
         kernel.load()
     except CompileError as error:
@@ -66,7 +65,7 @@ def parameters(
     """Arguments of the kernel; all tensors contiguous."""
     rows, experts = logits.shape
     return _Params(
-        logits.data_ptr(), bias.data_ptr(), chosen.data_ptr(), gates.data_ptr(), rows, chosen.shape[1],
+        logits.data_ptr(), bias.data_ptr(), chosen.data_ptr(), gates.data_ptr(), rows,
         experts if bias.dim() == 2 else 0, max(min(-(-rows // WARPS), most_blocks), 1), normalise, scaling,
     )  # fmt: skip
 
@@ -81,7 +80,7 @@ def choose_experts(
     n, experts = logits.shape
     if not logits.is_cuda or k > LARGEST_K or experts > MOST_EXPERTS or not is_hopper(logits.device.index):
         return None
-    kernel = _kernel(experts, logits.device.index)
+    kernel = _kernel(experts, k, logits.device.index)
     if kernel is None:
         return None
     chosen = torch.empty(n, k, dtype=torch.int32, device=logits.device)

@@ -62,6 +62,10 @@ DEVICE void find_bin(const u32* histogram, u32 wanted, Shared& s) {
     for (int rank = 0; rank < RANKS; rank++) {
 #pragma unroll
         for (int i = 0; i < EACH; i += 4) {
+            if (EACH < 4) {
+                for (int j = 0; j < EACH; j++) bins[j] = histogram[base + j];
+                continue;
+            }
             uint4 part = RANKS > 1 ? load_remote4(remote(shared_address(histogram + base + i), rank))
                                    : *reinterpret_cast<const uint4*>(histogram + base + i);
             bins[i] += part.x, bins[i + 1] += part.y, bins[i + 2] += part.z, bins[i + 3] += part.w;

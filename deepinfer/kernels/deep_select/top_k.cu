@@ -12,10 +12,9 @@
 // If a block has more candidates than its list holds (many equal values), all blocks count digits of all values instead
 // (all_values.cuh). Any input gives the exact result.
 //
-// Macros: BF16 (values are BF16, else float32), CLUSTER.
+// Macros: BF16 (values are BF16, else float32), CLUSTER, THREADS.
 #include "cluster.cuh"
 
-#define THREADS 256
 #define WARPS (THREADS / 32)
 #define VECTORS 8  // groups of 8 values that a thread takes of a chunk
 #define PIECE 256  // values of a warp's 32 groups
@@ -38,7 +37,7 @@ struct Params {
     int vector_end;  // values below may be read 16 bytes at a time
     int chunks;      // of CLUSTER * 16384 values
     int list;        // candidates that a block may have
-    int fine;        // maxima of each 8 values instead of each thread
+    int fine;        // maxima of each thread's columns (values j of its groups of 8) instead of each thread
 };
 
 struct Shared {
@@ -97,33 +96,36 @@ DEVICE void load_chunk(const Params& p, const u8* row, int chunk, u32 rank, u32 
     }
 }
 
-// A bound that at least `wanted` of this block's maxima reach, and not many more if they differ; times 65536 the key of
-// the largest. Maxima are two a word, 0x8000 + key / 2; by one warp.
-DEVICE u32 find_bound(const u32* maxima, int vectors, u32 wanted) {
-    const uint4* words = reinterpret_cast<const uint4*>(maxima) + threadIdx.x % 32;
+// A maximum as `find_bound` takes it.
+DEVICE u32 half_key(u32 upper_bits) { return 0x8000 | ordered(upper_bits) >> 17; }
+DEVICE u32 half_keys(u32 pair) { return half_key(pair << 16) | half_key(pair & 0xFFFF0000u) << 16; }
+
+// How many of the maxima reach `least`, a key / 2. Maxima are half keys, two a word, 256 for each of `vectors`; by a warp.
+DEVICE u32 count_reaching(const uint4* words, int vectors, u32 least) {
+    u32 twice = least << 16 | least, count = 0;
+    for (int i = 0; i < vectors; i++) {
+        uint4 word = words[i * 32 + threadIdx.x % 32];
+        count += (word.x - twice >> 15 & 0x00010001) + (word.y - twice >> 15 & 0x00010001);
+        count += (word.z - twice >> 15 & 0x00010001) + (word.w - twice >> 15 & 0x00010001);
+    }
+    return __reduce_add_sync(0xFFFFFFFFu, (count & 0xFFFF) + (count >> 16));
+}
+
+// A bound that at least `wanted` of the maxima reach, and not many more if they differ; times 65536 the largest's key.
+DEVICE u32 find_bound(const uint4* words, int vectors, u32 wanted) {
     u32 least = 0xFFFFFFFFu, most = 0;
     for (int i = 0; i < vectors; i++) {
-        uint4 word = words[i * 32];
+        uint4 word = words[i * 32 + threadIdx.x % 32];
         least = __vminu2(__vminu2(least, word.x), __vminu2(word.y, __vminu2(word.z, word.w)));
         most = __vmaxu2(__vmaxu2(most, word.x), __vmaxu2(word.y, __vmaxu2(word.z, word.w)));
     }
     least = __reduce_min_sync(0xFFFFFFFFu, min(least & 0xFFFF, least >> 16));
     most = __reduce_max_sync(0xFFFFFFFFu, max(most & 0xFFFF, most >> 16));
-    // Enough maxima reach low (checked first), too few reach high.
     u32 low = max(least & 0x7FFF, LOWEST / 2 + 1), high = (most & 0x7FFF) + 1;
-    most = (most & 0x7FFF) << 1 | 1;
-    bool first = true;
-    while (first || high - low > 1) {
-        u32 middle = first ? low : low + (high - low) / 2;
-        u32 twice = middle << 16 | middle, count = 0;
-        for (int i = 0; i < vectors; i++) {
-            uint4 word = words[i * 32];
-            count += (word.x - twice >> 15 & 0x00010001) + (word.y - twice >> 15 & 0x00010001);
-            count += (word.z - twice >> 15 & 0x00010001) + (word.w - twice >> 15 & 0x00010001);
-        }
-        count = __reduce_add_sync(0xFFFFFFFFu, (count & 0xFFFF) + (count >> 16));
-        if (first && count < wanted) return most << 16 | LOWEST + 1;  // all that are above -inf
-        first = false;
+    most = (most & 0x7FFF) << 17 | 0x10000;
+    if (count_reaching(words, vectors, low) < wanted) return most | LOWEST + 1;  // all that are above -inf
+    while (high - low > 1) {  // enough maxima reach low, too few reach high
+        u32 middle = low + (high - low) / 2, count = count_reaching(words, vectors, middle);
         if (count < wanted) {
             high = middle;
         } else {
@@ -131,7 +133,7 @@ DEVICE u32 find_bound(const u32* maxima, int vectors, u32 wanted) {
             if (count <= wanted + wanted / 8) break;
         }
     }
-    return most << 16 | low << 1;
+    return most | low << 1;
 }
 
 // BODY sees every candidate (key, position) `one`, in the leader: a warp takes the list of a block. The first of each
@@ -218,14 +220,15 @@ DEVICE void find_last(
     __syncthreads();
 }
 
-KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
+KERNEL(THREADS, 1024 / THREADS) CLUSTER_DIMS top_k(const Params p) {
     SHARED_MEMORY(memory);
     Shared& s = *reinterpret_cast<Shared*>(memory);
     uint2* lists = reinterpret_cast<uint2*>(memory + (sizeof(Shared) + 15) / 16 * 16);  // (key, position) by block
     u32* counted = reinterpret_cast<u32*>(lists + CLUSTER * p.list);  // candidates by bin, in the leader
     u16* before = reinterpret_cast<u16*>(counted);  // once the last one is known: chosen before each two words
     u32* positions = counted + BINS;  // of this block's candidates
-    u16* maxima = reinterpret_cast<u16*>(positions);  // until the bound is known
+    u16* maxima = reinterpret_cast<u16*>(positions);  // until the bound is known, of threads and
+    uint4* of_columns = reinterpret_cast<uint4*>(lists);  // of their columns
     uint2* close = reinterpret_cast<uint2*>(positions);  // once they are sent
     u32* bitmap = positions + max(p.list, 2 * (CLOSE + 4));
     int thread = threadIdx.x;
@@ -240,7 +243,7 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     // Read, and send the maxima to everyone.
     cluster_arrive();
     u32 pairs[4 * VECTORS];
-    u32 largest[VECTORS];
+    u32 columns[4];
     load_chunk(p, row, 0, rank, pairs);
     if (thread == 0) s.count = 0, s.overflow = 0, s.close = 0, s.searcher = hardware_place() % WARPS;
     if (rank == leader) {
@@ -248,30 +251,34 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
         for (int i = thread; i < BINS; i += THREADS) counted[i] = 0;
     }
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        largest[v] = larger_bf16(
-            larger_bf16(pairs[4 * v], pairs[4 * v + 1]), larger_bf16(pairs[4 * v + 2], pairs[4 * v + 3]));
-    }
+    for (int i = 0; i < 4 * VECTORS; i++) columns[i % 4] = i < 4 ? pairs[i] : larger_bf16(columns[i % 4], pairs[i]);
     for (int chunk = 1; chunk < p.chunks; chunk++) {
         load_chunk(p, row, chunk, rank, pairs);
 #pragma unroll
-        for (int i = 0; i < 4 * VECTORS; i++) largest[i / 4] = larger_bf16(largest[i / 4], pairs[i]);
+        for (int i = 0; i < 4 * VECTORS; i++) columns[i % 4] = larger_bf16(columns[i % 4], pairs[i]);
     }
+    u32 largest = larger_bf16(larger_bf16(columns[0], columns[1]), larger_bf16(columns[2], columns[3]));
+    maxima[thread] = max(half_key(largest << 16), half_key(largest & 0xFFFF0000u));
+    if (p.fine) {
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        if (!p.fine && v + 1 < VECTORS) {
-            largest[v + 1] = larger_bf16(largest[v], largest[v + 1]);
-        } else {
-            u32 key = max(ordered(largest[v] << 16), ordered(largest[v] & 0xFFFF0000u)) >> 17;
-            maxima[thread + (p.fine ? THREADS * v : 0)] = 0x8000 | key;
-        }
+        for (int i = 0; i < 4; i++) columns[i] = half_keys(columns[i]);
     }
+    of_columns[thread] = {columns[0], columns[1], columns[2], columns[3]};
     __syncthreads();
     cluster_wait();
     // One warp of each block, not the same in blocks that share a multiprocessor: those would wait for one scheduler.
     if (thread / 32 == s.searcher) {
         u32 share = (wanted + CLUSTER - 1) / CLUSTER;
-        u32 own = find_bound(reinterpret_cast<const u32*>(maxima), p.fine ? VECTORS : 1, share);
+        const uint4* words = reinterpret_cast<const uint4*>(maxima);
+        int vectors = THREADS / 256;
+        // Many wanted or a short context: those of threads leave too many candidates.
+        if (p.fine || count_reaching(words, vectors, LOWEST / 2 + 1) < 2 * share) {
+            u32* word = reinterpret_cast<u32*>(of_columns) + thread % 32;
+            for (int i = 0; i < THREADS * 4 && !p.fine; i += 32) word[i] = half_keys(word[i]);
+            __syncwarp();
+            words = of_columns, vectors = THREADS / 32;
+        }
+        u32 own = find_bound(words, vectors, share);
         if (thread % 32 < CLUSTER) store_remote(remote(shared_address(&s.bounds[rank]), thread % 32), own);
     }
     cluster_sync();
@@ -327,9 +334,9 @@ KERNEL(THREADS, 4) CLUSTER_DIMS top_k(const Params p) {
     u32 total = 0;
 #pragma unroll
     for (int other = 0; other < CLUSTER; other++) total += s.counts[other];
-    const int lists_each = CLUSTER == 1 ? WARPS : 1;  // warps of a list
-    int list = thread / 32 / lists_each;
-    Own own = {lists + list * p.list, static_cast<u32>(thread % (32 * lists_each)), 32 * lists_each, s.counts[list]};
+    const int each = THREADS / CLUSTER;  // threads of a list
+    int list = thread / each;
+    Own own = {lists + list * p.list, static_cast<u32>(thread % each), each, s.counts[list]};
     uint2 held[HELD];
 #pragma unroll
     for (int i = 0; i < HELD; i++) {

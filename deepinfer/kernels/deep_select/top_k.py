@@ -16,10 +16,10 @@ from deepinfer.kernels.registry import USES_CUDA_CPP
 
 logger = logging.getLogger(__name__)
 
-THREADS = 256
+VALUES = 64  # of a thread, in registers
+WINDOW = 131072  # values that a cluster holds at a time
 CLUSTER = 8  # blocks of a wide row
 NARROW = 8192  # values of a row that one block takes
-CHUNK = 16384  # values of a block that its threads hold
 MOST_CHUNKS = 16
 _SHARED_LIMIT = 227 * 1024
 
@@ -41,9 +41,11 @@ class _Params(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a row is selected: blocks, most chunks of cluster * CHUNK values, candidates that a block may have."""
+    """How a row is selected: blocks and their threads, most chunks of cluster * threads * VALUES values, and candidates
+    that a block may have; `fine`: many are wanted."""
 
     cluster: int
+    threads: int
     chunks: int
     list: int
     fine: bool
@@ -51,38 +53,43 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, as the kernel lays it out."""
-        fixed = -(-(8 * (THREADS // 32) + 8 * self.cluster + 4 * 10) // 16) * 16
-        bitmap = max(self.cluster * CHUNK // 8 + 4 * THREADS, self.chunks * CHUNK // 4)
+        fixed = -(-(8 * (self.threads // 32) + 8 * self.cluster + 4 * 10) // 16) * 16
+        values = self.threads * VALUES
+        bitmap = max(self.cluster * values // 8 + 4 * self.threads, self.chunks * values // 4)
         return fixed + self.cluster * 8 * self.list + 4 * (1024 + max(self.list, 520)) + bitmap
 
 
-def plan(width: int, k: int) -> Plan | None:
+def plan(width: int, k: int, cluster: int = CLUSTER) -> Plan | None:
     """None for rows that are too wide."""
     if width <= NARROW:
-        return Plan(1, 1, NARROW // 2 if width <= NARROW // 2 else NARROW, True)
-    chunks = -(-width // (CLUSTER * CHUNK))
-    chunks = 1 if chunks == 1 else MOST_CHUNKS // 4 if chunks <= MOST_CHUNKS // 4 else MOST_CHUNKS
-    chosen = Plan(CLUSTER, chunks, 512 if k <= 512 else 1024 if k <= 1024 else 2048, k > 1024)
-    return chosen if width <= chunks * CLUSTER * CHUNK and chosen.shared_bytes <= _SHARED_LIMIT else None
+        return Plan(1, 256, 1, NARROW // 2 if width <= NARROW // 2 else NARROW, True)
+    chunks = -(-width // WINDOW)
+    if chunks > 1:
+        cluster, chunks = CLUSTER, MOST_CHUNKS // 4 if chunks <= MOST_CHUNKS // 4 else MOST_CHUNKS
+    of_row = 4096 if k <= 512 else 8192 if k <= 1024 else 16384
+    chosen = Plan(cluster, WINDOW // cluster // VALUES, chunks, of_row // cluster, k > 1024)
+    return chosen if width <= chunks * WINDOW and chosen.shared_bytes <= _SHARED_LIMIT else None
 
 
-def build(bf16: bool, cluster: int) -> Build:
-    return Build("top_k", Path(__file__).parent / "top_k.cu", {"BF16": int(bf16), "CLUSTER": cluster})
+def build(bf16: bool, chosen: Plan) -> Build:
+    defines: dict[str, int | str] = {"BF16": int(bf16), "CLUSTER": chosen.cluster, "THREADS": chosen.threads}
+    return Build("top_k", Path(__file__).parent / "top_k.cu", defines)
 
 
 def builds() -> list[Build]:
     """What the engine launches: for `deepinfer kernels warmup`."""
-    return [build(bf16, cluster) for bf16 in (False, True) for cluster in (1, CLUSTER)]
+    plans = [chosen for width in (NARROW, WINDOW) if (chosen := plan(width, 512)) is not None]
+    return [build(bf16, chosen) for bf16 in (False, True) for chosen in plans]
 
 
 @cache
 def _kernels(bf16: bool, device: int) -> dict[Plan, Kernel]:
     """Kernels for a dtype by plan, loaded: that cannot happen in a graph's capture. Empty if one does not compile."""
-    widths = (NARROW // 2, NARROW, *(chunks * CLUSTER * CHUNK for chunks in (1, MOST_CHUNKS // 4, MOST_CHUNKS)))
+    widths = (NARROW // 2, NARROW, *(chunks * WINDOW for chunks in (1, MOST_CHUNKS // 4, MOST_CHUNKS)))
     plans = {chosen for width in widths for k in (512, 1024, 4096) if (chosen := plan(width, k)) is not None}
     kernels = {}
     for each in plans:
-        kernel = Kernel(build(bf16, each.cluster), each.shared_bytes)
+        kernel = Kernel(build(bf16, each), each.shared_bytes)
         try:
             kernel.load()
         except CompileError as error:
@@ -101,10 +108,10 @@ def is_hopper(device: int) -> bool:
 def parameters(scores: Tensor, k: int, row_k: Tensor | None, out: Tensor, chosen: Plan) -> _Params:
     """Arguments of the kernel."""
     aligned = scores.data_ptr() % 16 == 0 and scores.stride(0) * scores.element_size() % 16 == 0
-    width = scores.shape[1]
+    width, at_once = scores.shape[1], chosen.cluster * chosen.threads * VALUES
     return _Params(
         scores.data_ptr(), out.data_ptr(), None if row_k is None else row_k.data_ptr(), scores.stride(0), width, k,
-        width // 8 * 8 if aligned else 0, max(-(-width // (chosen.cluster * CHUNK)), 1), chosen.list, chosen.fine,
+        width // 8 * 8 if aligned else 0, max(-(-width // at_once), 1), chosen.list, chosen.fine,
     )  # fmt: skip
 
 
@@ -127,5 +134,5 @@ def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor 
     out = torch.empty(n, k, dtype=torch.int32, device=scores.device)
     if n:
         arguments = parameters(scores, k, row_k, out, chosen)
-        kernels[chosen].launch((chosen.cluster, n, 1), (THREADS, 1, 1), arguments, starts_early=True)
+        kernels[chosen].launch((chosen.cluster, n, 1), (chosen.threads, 1, 1), arguments, starts_early=True)
     return out
