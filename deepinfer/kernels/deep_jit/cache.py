@@ -29,8 +29,8 @@ def included_files(source: Path) -> list[Path]:
 
 
 def cache_key(source: Path, defines: dict[str, int | str], arch: str, compiler: Compiler) -> str:
-    """Hash over the texts of all files, the macros, the target card and the compiler's version."""
-    digest = hashlib.sha256(repr((sorted(defines.items()), arch, compiler.version)).encode())
+    """Hash over the texts of all files, the options (macros and target card among them) and the compiler's version."""
+    digest = hashlib.sha256(repr((options(defines, arch, Path()), compiler.version)).encode())
     for path in included_files(source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:24]
