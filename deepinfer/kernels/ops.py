@@ -11,16 +11,24 @@ from deepinfer.kernels.reference.attention import rotated_attention, sparse_atte
 from deepinfer.kernels.reference.basic import linear, norm_latents, norm_rope, rms_norm, rope, round_fp8, swiglu
 from deepinfer.kernels.reference.bitmask import apply_token_bitmask
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
+from deepinfer.kernels.reference.casts import cast_groups, norm_cast, rope_cast, swiglu_cast, uncast_groups
 from deepinfer.kernels.reference.compressor import pool_groups
 from deepinfer.kernels.reference.engram import engram_gate, engram_hash, ngram_ids
 from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, hc_pre
 from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, mask_to_candidates, top_k_positions
-from deepinfer.kernels.reference.moe import moe_experts, moe_experts_fp4, moe_gate
+from deepinfer.kernels.reference.moe import (
+    expand_rows,
+    expert_order,
+    moe_experts,
+    moe_experts_fp4,
+    moe_gate,
+    reduce_rows,
+)
 from deepinfer.kernels.reference.prefill_plan import prefill_plan, window_plan
 from deepinfer.kernels.reference.rejection import accept_or_resample, token_probabilities
 from deepinfer.kernels.reference.sampling import draw_tokens
-from deepinfer.kernels.reference.speculation import lookup_drafts, verify_tokens
-from deepinfer.kernels.reference.step import decode_plan, entry_slots
+from deepinfer.kernels.reference.speculation import choose_draft_lengths, lookup_drafts, verify_tokens
+from deepinfer.kernels.reference.step import decode_plan, entry_slots, window_slots
 
 if PLATFORM.tilelang_ops_backend == "cuda" and find_spec("triton") is not None:
     from deepinfer.kernels import cuda  # noqa: F401  (registers its backends)
@@ -30,11 +38,15 @@ __all__ = [
     "accept_or_resample",
     "apply_token_bitmask",
     "candidate_blocks",
+    "cast_groups",
+    "choose_draft_lengths",
     "decode_plan",
     "draw_tokens",
     "engram_gate",
     "engram_hash",
     "entry_slots",
+    "expand_rows",
+    "expert_order",
     "hc_post",
     "hc_post_pre",
     "hc_pre",
@@ -48,23 +60,29 @@ __all__ = [
     "moe_gate",
     "multiplies_fp8",
     "ngram_ids",
+    "norm_cast",
     "norm_latents",
     "norm_rope",
     "pool_groups",
     "prefill_plan",
     "reads_fp4_experts",
+    "reduce_rows",
     "rms_norm",
     "rope",
+    "rope_cast",
     "rotated_attention",
     "round_fp8",
     "round_trip_rows",
     "sparse_attention",
     "store_rows",
     "swiglu",
+    "swiglu_cast",
     "token_probabilities",
     "top_k_positions",
+    "uncast_groups",
     "verify_tokens",
     "window_plan",
+    "window_slots",
 ]
 
 

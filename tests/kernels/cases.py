@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.kernels.ops import RowFormat
 from deepinfer.kernels.reference.quant import quantize_fp4_weight
+from tests.kernels.more_cases import MORE, MORE_EXACT
 
 Case = tuple[Any, ...]  # the arguments of one call
 INF, NAN = float("inf"), float("nan")
@@ -541,10 +542,10 @@ CASES: dict[str, Callable[[torch.Generator], Iterator[Case]]] = {
         verify_tokens,
         window_plan,
     )
-}
+} | MORE
 # Operations whose results are integers, masks or stored formats: every backend agrees exactly.
 EXACT = {
     "apply_token_bitmask", "candidate_blocks", "engram_hash", "entry_slots", "load_rows", "lookup_drafts",
     "mask_to_candidates", "ngram_ids", "round_fp8", "round_trip_rows", "store_rows", "top_k_positions",
     "verify_tokens", "window_plan",
-}  # fmt: skip
+} | MORE_EXACT  # fmt: skip

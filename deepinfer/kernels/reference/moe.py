@@ -67,3 +67,36 @@ def moe_experts_fp4(
         for values, scale in ((w13, w13_scale), (w2, w2_scale))
     )
     return moe_experts.reference(x, position, gates, w13, w2, limit, quantize_activations)
+
+
+@operation
+def expert_order(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The token-expert pairs sorted by expert, those of one expert in the order of their tokens.
+
+    chosen int32 [N, k] -> counts int32 [num_experts]: pairs of each expert; order int32 [N * k]: the pair (row * k +
+    slot) at each place; places int32 [N, k]: the place of each pair, the inverse.
+    """
+    pairs = chosen.flatten()
+    order = pairs.sort(stable=True).indices
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    counts = torch.bincount(pairs, minlength=num_experts)
+    return counts.to(torch.int32), order.to(torch.int32), places.view(chosen.shape).to(torch.int32)
+
+
+@operation
+def expand_rows(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """Rows of x [N, D] for the pairs `order` int32 [P] of `expert_order`, k of each row -> [P, D]."""
+    return x[order.long() // k]
+
+
+@operation
+def reduce_rows(z: Tensor, places: Tensor, gates: Tensor) -> Tensor:
+    """Each token's weighted sum of its experts' rows, added in the order of its slots in at least float32.
+
+    z [P, D], places int32 [N, k], gates [N, k] -> [N, D] of z's dtype.
+    """
+    wide = torch.promote_types(z.dtype, torch.float32)
+    out = torch.zeros(len(places), z.shape[1], dtype=wide, device=z.device)
+    for slot in range(places.shape[1]):
+        out += gates[:, slot, None].to(wide) * z[places[:, slot].long()].to(wide)
+    return out.to(z.dtype)

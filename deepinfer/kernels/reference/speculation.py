@@ -34,6 +34,28 @@ def verify_tokens(
 
 
 @operation
+def choose_draft_lengths(survival: Tensor, room: Tensor, step_ms: Tensor, until_first_fall: bool) -> Tensor:
+    """How many drafts of each of S sequences to verify (speculation/draft_lengths.py has the rule) -> int64 [S].
+
+    survival [S, K]: chance that a draft and all before it are accepted, which does not rise along a row; room int64
+    [S]; step_ms: of a step by the drafts that it verifies, at least S * K + 1 of them, of survival's dtype.
+    """
+    num_sequences, num_drafts = survival.shape
+    has_chance = (torch.arange(num_drafts, device=room.device) < room.unsqueeze(1)) & (survival > 0)
+    ordered, order = torch.where(has_chance, survival, 0.0).flatten().sort(descending=True, stable=True)
+    is_draft = ordered > 0
+    theta = (num_sequences + torch.cat((ordered.new_zeros(1), ordered.cumsum(0)))) / step_ms[: len(ordered) + 1]
+    theta = torch.where(torch.cat((is_draft.new_ones(1), is_draft)), theta, -torch.inf)
+    count = theta.argmax()
+    if until_first_fall:
+        falls = (theta.diff() < 0) & is_draft
+        count = torch.where(falls.any(), falls.int().argmax(), is_draft.sum())
+    admitted = (torch.arange(len(order), device=order.device) < count) & is_draft
+    lengths = torch.zeros(num_sequences, dtype=torch.int64, device=order.device)
+    return lengths.index_add_(0, order // max(num_drafts, 1), admitted.to(torch.int64))
+
+
+@operation
 def lookup_drafts(
     history: Tensor, slots: Tensor, slot_lengths: Tensor, longest: int, num_drafts: int, min_match: int, max_match: int
 ) -> tuple[Tensor, Tensor]:

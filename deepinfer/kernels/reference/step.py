@@ -19,6 +19,17 @@ def entry_slots(positions: Tensor, block_tables: Tensor, sequence_of_row: Tensor
 
 
 @operation
+def window_slots(positions: Tensor, state_slots: Tensor, window: int, ring: int) -> Tensor:
+    """Slots of the last `window` tokens up to each position, in rings of `ring` slots, one a state slot.
+
+    positions int [N], state_slots int [N] -> int32 [N, window], oldest first, -1 before the first token.
+    """
+    wanted = positions.long().unsqueeze(1) + torch.arange(1 - window, 1, device=positions.device)
+    slots = (state_slots.long() * ring).unsqueeze(1) + wanted % ring
+    return slots.masked_fill(wanted < 0, -1).to(torch.int32)
+
+
+@operation
 def decode_plan(
     positions: Tensor,
     state_slots: Tensor,

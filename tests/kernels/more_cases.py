@@ -1,0 +1,121 @@
+"""Inputs of the operations around the products: casts, order of the experts' pairs, windows, lengths of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+
+from deepinfer.kernels.reference.casts import cast_groups as cast_reference
+
+Case = tuple[Any, ...]
+GROUPS = ((1, 32), (1, 16), (1, 128), (32, 32), (16, 64), (16, 1), (5, 1))  # rows x columns of a scale
+
+
+def normal(g: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=g)
+
+
+def rows_to_cast(g: torch.Generator, n: int, dim: int) -> torch.Tensor:
+    """Zeros, ties of the formats, huge and tiny values, a NaN and an infinity among ordinary rows."""
+    rows = normal(g, n, dim) * 10.0 ** torch.randint(-6, 4, (n, 1), generator=g)
+    special = (
+        torch.zeros(dim), -torch.zeros(dim), normal(g, dim) * 1e30, normal(g, dim) * 1e-38,
+        torch.arange(dim).remainder(17).sub(8) * 0.25, torch.full((dim,), 448.0), torch.arange(dim) * 0.0625 + 448,
+    )  # fmt: skip
+    for i, row in enumerate(special[: max(n - 2, 0)]):
+        rows[i] = row
+    if n > 2:
+        rows[-1, dim // 3], rows[-2, 5] = torch.nan, -torch.inf
+    return rows
+
+
+def cast_groups(g: torch.Generator) -> Iterator[Case]:
+    for values, scales, group in product(("e4m3", "e2m1"), ("ue8m0", "e4m3", "float32"), GROUPS):
+        for n in (0, 1, 37):
+            yield rows_to_cast(g, n, 128), values, scales, *group
+    for values, scales in (("e4m3", "float32"), ("e4m3", "ue8m0")):
+        yield rows_to_cast(g, 130, 256), values, scales, 128, 128
+        yield rows_to_cast(g, 130, 256), values, scales, 128, 1
+        yield rows_to_cast(g, 9, 384), values, scales, 1, 384
+
+
+def uncast_groups(g: torch.Generator) -> Iterator[Case]:
+    for x, values, scales, *group in cast_groups(g):
+        codes, stored = cast_reference.reference(x, values, scales, *group)
+        yield codes, stored, values, scales, *group, torch.float32
+
+
+def norm_cast(g: torch.Generator) -> Iterator[Case]:
+    for n, dim in ((0, 64), (1, 384), (7, 64), (65, 512)):
+        yield normal(g, n, dim) * 3, normal(g, dim), 1e-6
+
+
+def swiglu_cast(g: torch.Generator) -> Iterator[Case]:
+    for n, inner in ((0, 64), (1, 128), (9, 64)):
+        yield normal(g, n, 2 * inner) * 8, 10.0
+
+
+def rope_cast(g: torch.Generator) -> Iterator[Case]:
+    for n, heads, dim, pairs in ((0, 2, 64, 8), (1, 8, 128, 16), (5, 3, 64, 32)):
+        for inverse in (False, True):
+            angle = normal(g, n, pairs) * 10
+            yield normal(g, n, heads, dim), angle.cos(), angle.sin(), inverse
+
+
+def chosen_experts(g: torch.Generator, n: int, experts: int, k: int) -> torch.Tensor:
+    return torch.rand(n, experts, generator=g).argsort(1)[:, :k].int()
+
+
+def expert_order(g: torch.Generator) -> Iterator[Case]:
+    for n, experts, k in ((0, 8, 2), (1, 24, 4), (50, 24, 6), (700, 384, 6), (3000, 8, 2)):
+        yield chosen_experts(g, n, experts, k), experts
+
+
+def expand_rows(g: torch.Generator) -> Iterator[Case]:
+    for n, dim, k in ((0, 64, 2), (1, 384, 4), (40, 96, 3)):
+        yield normal(g, n, dim), torch.randperm(n * k, generator=g).int(), k
+
+
+def reduce_rows(g: torch.Generator) -> Iterator[Case]:
+    for n, dim, k in ((0, 64, 2), (1, 384, 4), (40, 96, 3)):
+        places = torch.randperm(n * k, generator=g).int().view(n, k)
+        yield normal(g, n * k, dim), places, torch.rand(n, k, generator=g)
+
+
+def window_slots(g: torch.Generator) -> Iterator[Case]:
+    for n, window, ring in ((0, 128, 134), (1, 128, 134), (50, 5, 9), (7, 16, 16)):
+        positions = torch.randint(0, 300, (n,), generator=g)
+        yield positions, torch.randint(0, 60, (n,), generator=g).int(), window, ring
+
+
+def choose_draft_lengths(g: torch.Generator) -> Iterator[Case]:
+    for n, drafts, stops in product((1, 3, 17, 64), (1, 5), (False, True)):
+        survival = torch.rand(n, drafts, generator=g, dtype=torch.float64).cumprod(1)
+        survival[torch.rand(n, generator=g) < 0.2] = 0.0
+        room = torch.randint(0, drafts + 1, (n,), generator=g)
+        steps = 5 + torch.rand(n * drafts + 1, generator=g, dtype=torch.float64).mul(0.3).cumsum(0)
+        for times in (steps, torch.full_like(steps, 7.0)):
+            yield survival, room, times, stops
+
+
+MORE = {
+    f.__name__: f
+    for f in (
+        cast_groups,
+        choose_draft_lengths,
+        expand_rows,
+        expert_order,
+        norm_cast,
+        reduce_rows,
+        rope_cast,
+        swiglu_cast,
+        uncast_groups,
+        window_slots,
+    )
+}
+MORE_EXACT = {
+    "cast_groups", "choose_draft_lengths", "expand_rows", "expert_order", "uncast_groups", "window_slots",
+}  # fmt: skip
