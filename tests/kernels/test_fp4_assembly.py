@@ -63,6 +63,7 @@ OPERATIONS = {
     "prmt.b32": permute,
     "mul.bf16x2": multiply_pairs,
     "shr.u32": lambda a, b: a >> b,
+    "mad.lo.u32": lambda a, b, c: a * b + c & 0xFFFFFFFF,
     "lop3.b32": three_inputs,
     "set.ge.u32.bf16x2": compare_pairs(operator.ge),
     "set.gt.u32.bf16x2": compare_pairs(operator.gt),

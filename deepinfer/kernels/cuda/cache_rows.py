@@ -98,11 +98,14 @@ def store_rows(cache: Tensor, slots: Tensor, values: Tensor, row_format: RowForm
         values = values.contiguous()
     n, groups = values.shape[0], triton.next_power_of_2(triton.cdiv(dim, group))
     rows = rows_of_a_program(n, groups * group)
+    warps = 2 if rows == 1 else 4
     if row_format is not RowFormat.FP8 and kind and has_pairs(values):
         values = values.view(torch.int32)
+        if n >= 1024:  # instructions of a row that are not those of its values count
+            rows, warps = 2 * rows, 2
     _store[(triton.cdiv(n, rows),)](
         cache, slots.contiguous(), values, values.stride(0), n, cache.shape[1], cache.stride(0), cache.stride(1), dim,
-        KIND=kind, ALIGN=alignment(cache), ROWS=rows, GROUPS=groups, GROUP=group, num_warps=2 if rows == 1 else 4,
+        KIND=kind, ALIGN=alignment(cache), ROWS=rows, GROUPS=groups, GROUP=group, num_warps=warps,
     )  # fmt: skip
     return None
 

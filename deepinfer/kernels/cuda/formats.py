@@ -16,19 +16,25 @@ KINDS = {RowFormat.FP8: 1, RowFormat.MXFP4: 2, RowFormat.NVFP4: 3}
 
 
 @triton.jit
-def e2m1_code_over(x, scale):
-    """Nearest E2M1 codes of x [groups, size] / scale [groups], int32 0..15: ties to the even code, clamped to +-6.
+def e2m1_codes(x, scale):
+    """Nearest E2M1 codes of x / scale, int32 0..15: ties to the even code, clamped to +-6. `scale` broadcasts to x.
 
     0 where the scale is NaN. No division: scale times threshold is exact, and x / scale rounds to more than a threshold
     just where x is more than that.
     """
     size = tl.abs(x)
-    s = scale[:, None]
-    upper = size >= 1.75 * s
-    middle = size >= tl.where(upper, 3.5 * s, 0.75 * s)
-    threshold = tl.where(upper, tl.where(middle, 5.0 * s, 2.5 * s), tl.where(middle, 1.25 * s, 0.25 * s))
+    upper = size >= 1.75 * scale
+    middle = size >= tl.where(upper, 3.5 * scale, 0.75 * scale)
+    high = tl.where(middle, 5.0 * scale, 2.5 * scale)
+    threshold = tl.where(upper, high, tl.where(middle, 1.25 * scale, 0.25 * scale))
     code = upper.to(tl.int32) * 4 + middle.to(tl.int32) * 2 + (size > threshold).to(tl.int32)
-    return tl.where(s != s, 0, code | ((x.to(tl.int32, bitcast=True) >> 28) & 8))
+    return tl.where(scale != scale, 0, code | ((x.to(tl.int32, bitcast=True) >> 28) & 8))
+
+
+@triton.jit
+def e2m1_code_over(x, scale):
+    """`e2m1_codes` of x [groups, size] / scale [groups]."""
+    return e2m1_codes(x, scale[:, None])
 
 
 @triton.jit
@@ -94,9 +100,15 @@ def group_scale(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def _larger_of_pairs(a, b):
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def pair_scale(pairs, KIND: tl.constexpr):
     """`group_scale` of BF16 pairs in words int32 [groups, size / 2]: the bits of numbers order as their sizes do."""
-    largest = tl.max(tl.maximum(pairs & 0x7FFF, (pairs >> 16) & 0x7FFF), axis=1)
+    both = tl.reduce(pairs & 0x7FFF7FFF, 1, _larger_of_pairs)
+    largest = tl.maximum(both & 0xFFFF, both >> 16)
     size = (tl.minimum(largest, 0x7F80) << 16).to(tl.float32, bitcast=True)
     return scale_for(size, largest > 0x7F80, KIND)
 

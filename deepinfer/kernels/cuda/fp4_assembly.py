@@ -9,7 +9,7 @@ def e2m1_pairs_assembly() -> str:
     thresholds = {"a": "3E80", "b": "3F40", "c": "3FA0", "d": "3FE0", "e": "4020", "f": "4060", "g": "40A0"}
     lines = [".reg .b32 a, b, c, d, e, f, g, signs, size, upper, middle, low, word0, word1, word2, word3;"]
     lines += [f"mov.b32 {name}, 0x{bits}{bits};\nmul.bf16x2 {name}, {name}, $5;" for name, bits in thresholds.items()]
-    lines += ["set.eq.u32.bf16x2 signs, $5, $5;", "and.b32 signs, signs, 0x00080008;"]  # none where the scale is NaN
+    lines += ["set.eq.u32.bf16x2 signs, $5, $5;", "and.b32 signs, signs, 0x08080808;"]  # none where the scale is NaN
     for i in range(4):
         word = f"word{i}"
         lines += [
@@ -24,10 +24,16 @@ def e2m1_pairs_assembly() -> str:
             f"and.b32 {word}, upper, 0x00040004;",
             f"lop3.b32 {word}, middle, 0x00020002, {word}, 0xEA;",  # the first and the second, or the third
             f"lop3.b32 {word}, low, 0x00010001, {word}, 0xEA;",
-            f"shr.u32 low, ${i + 1}, 12;",
+        ]
+    for first, second in ((0, 1), (2, 3)):  # codes of low halves in the low bytes, then those of high halves
+        word = f"word{first}"
+        lines += [
+            f"mad.lo.u32 {word}, word{second}, 256, {word};",
+            f"prmt.b32 low, ${first + 1}, ${second + 1}, 0x7351;",
+            "shr.u32 low, low, 4;",
             f"lop3.b32 {word}, low, signs, {word}, 0xEA;",
             f"shr.u32 low, {word}, 12;",
             f"or.b32 {word}, {word}, low;",
         ]
-    lines += ["prmt.b32 a, word0, word1, 0x0040;", "prmt.b32 b, word2, word3, 0x0040;", "prmt.b32 $0, a, b, 0x5410;"]
+    lines += ["prmt.b32 $0, word0, word2, 0x5410;"]
     return "{\n" + "\n".join(lines) + "\n}"
