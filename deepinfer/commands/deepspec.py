@@ -83,8 +83,10 @@ def _progress(text: str, total: int, is_shown: bool = True) -> Iterator[Callable
         yield lambda count: bar.advance(task, count)
 
 
-def _answers(asked: dict[str, Any], temperature: float, out: Path) -> dict[str, list[Answer]]:
-    """The target's answers to every task set, kept in `out` (one file a set and temperature)."""
+def _answers(
+    asked: dict[str, Any], temperature: float, out: Path, rank: int = 0, ranks: int = 1
+) -> dict[str, list[Answer]]:
+    """The target's answers to every task set, kept in `out`: one file a set, turn, temperature and process."""
     from deepinfer.deepspec.answers import Sampling, load_writer, write_answers
     from deepinfer.deepspec.targets import fingerprint
     from deepinfer.deepspec.tasks import read_tasks
@@ -92,12 +94,13 @@ def _answers(asked: dict[str, Any], temperature: float, out: Path) -> dict[str, 
     folder, found, sets = _folder(asked["target"]), {}, read_tasks(asked["tasks"], asked["limit"])
     sampling = Sampling(temperature, asked["max_tokens"], asked["seed"])
     writer, target = load_writer(folder, asked["device"]), fingerprint(folder)
-    for name, prompts in sets.items():
+    part = f".{rank}-of-{ranks}" if ranks > 1 else ""
+    for name, prompts in ((name, every[rank::ranks]) for name, every in sets.items()):
         found[name], said = list["Answer"](), [list[list[int]]() for _ in prompts]
-        for turn in range(1 + max(len(prompt.later) for prompt in prompts)):
+        for turn in range(1 + max((len(prompt.later) for prompt in prompts), default=-1)):
             asking = [i for i, prompt in enumerate(prompts) if len(prompt.later) >= turn]
-            path = out / f"{name}{f'-turn{turn + 1}' if turn else ''}-t{temperature:g}.jsonl"
-            with _progress(f"answers to {path.stem}", len(asking)) as advance:
+            path = out / f"{name}{f'-turn{turn + 1}' if turn else ''}-t{temperature:g}{part}.jsonl"
+            with _progress(f"answers to {path.stem}", len(asking), is_shown=rank == 0) as advance:
                 ids = [writer.encode(prompts[i], said[i]) for i in asking]
                 answers = write_answers(path, ids, writer.write, sampling, advance, target)
             for i, answer in zip(asking, answers, strict=True):
@@ -112,6 +115,7 @@ def _answers(asked: dict[str, Any], temperature: float, out: Path) -> dict[str, 
     epilog=examples(
         "deepinfer deepspec prepare --target nano --tasks ./tasks --out ./data",
         "deepinfer deepspec prepare --target ./Qwen3-4B --tasks ./tasks --out ./data --cache --device cuda",
+        "torchrun --nproc-per-node 8 -m deepinfer.cli deepspec prepare ... --device cuda",
     )
 )
 @takes(asked=ASKED)
@@ -123,20 +127,31 @@ def prepare(
     cache: Annotated[bool, typer.Option("--cache", help="Also store the target's hidden states.")] = False,
     rows_a_shard: Annotated[int, typer.Option(min=1)] = 256,
 ) -> None:
-    """Let the target answer prompts, and store its hidden states if asked to. The size is printed before it starts."""
+    """Let the target answer prompts, and store its hidden states if asked to. The size is printed before it starts.
+
+    Rows are all answers in the folder, also those of an earlier run with another temperature.
+    """
+    from deepinfer.deepspec.answers import read_folder
     from deepinfer.deepspec.rows import cache_bytes, rows_of, write_cache
     from deepinfer.deepspec.targets import load_target
+    from deepinfer.deepspec.train import processes, wait_for_all
 
-    answers = _answers(asked, temperature, out / "answers")
-    rows = rows_of([answer for part in answers.values() for answer in part], length)
-    print(f"{len(rows)} rows of {length} tokens, {int(rows.counted.sum()):,} written by the target")
-    if not cache:
-        return
-    model = load_target(_folder(asked["target"]), length, asked["device"])
-    size = cache_bytes(len(rows), length, model.shape)
-    print(f"hidden-state cache: {size / 2**20:,.1f} MiB ({size / len(rows) / length:,.0f} bytes a token)", flush=True)
-    with _progress("shards", -(-len(rows) // rows_a_shard)) as advance:
-        write_cache(out / "cache", rows, model, rows_a_shard, advance)
+    with processes(asked["device"]) as (rank, ranks, device):
+        _answers({**asked, "device": device}, temperature, out / "answers", rank, ranks)
+        wait_for_all(ranks)
+        rows = rows_of(read_folder(out), length)
+        if rank == 0:
+            print(f"{len(rows)} rows of {length} tokens, {int(rows.counted.sum()):,} written by the target")
+        if not cache:
+            return
+        model = load_target(_folder(asked["target"]), length, device)
+        size = cache_bytes(len(rows), length, model.shape)
+        if rank == 0:
+            a_token = f"{size / len(rows) / length:,.0f} bytes a token"
+            print(f"hidden-state cache: {size / 2**20:,.1f} MiB ({a_token})", flush=True)
+        with _progress("shards", -(-len(rows) // rows_a_shard), is_shown=rank == 0) as advance:
+            write_cache(out / "cache", rows, model, rows_a_shard, advance, rank, ranks)
+        wait_for_all(ranks)
 
 
 @app.command(
@@ -165,14 +180,12 @@ def train(
 ) -> None:
     """Train a draft on the target's answers; hidden states come from the cache if there is one."""
     from deepinfer.deepspec import train as training
-    from deepinfer.deepspec.answers import read_answers
+    from deepinfer.deepspec.answers import read_folder
     from deepinfer.deepspec.drafts import DraftConfig, build_draft
     from deepinfer.deepspec.rows import cached_batches, computed_batches, rows_of, shard_sizes
     from deepinfer.deepspec.targets import load_target
 
-    files = sorted((data / "answers").glob("*.jsonl"))
-    if not files:
-        raise ValueError(f"data: no answers in {data}, allowed: a folder that `deepinfer deepspec prepare` wrote")
+    answers = read_folder(data)
     shards = sorted((data / "cache").glob("*.safetensors"))
     if shards:
         cached = shard_sizes(shards)[1]
@@ -192,7 +205,7 @@ def train(
         if shards:
             batches = cached_batches(shards, batch, seed, rank, ranks, own, trainer.step)
         else:
-            rows = rows_of([answer for file in files for answer in read_answers(file)], length)
+            rows = rows_of(answers, length)
             batches = computed_batches(rows, model, batch, seed, rank, ranks, trainer.step)
         with _progress("steps", steps, is_shown=rank == 0) as advance:
             advance(trainer.step)

@@ -188,6 +188,18 @@ def read_answers(path: Path) -> list[Answer]:
     return answers
 
 
+def read_folder(data: Path) -> list[Answer]:
+    """All answers in a folder that `deepspec prepare` wrote, in the order of their files' names.
+
+    Raises:
+        ValueError: there are none.
+    """
+    files = sorted((data / "answers").glob("*.jsonl"))
+    if not files:
+        raise ValueError(f"data: no answers in {data}, allowed: a folder that `deepinfer deepspec prepare` wrote")
+    return [answer for file in files for answer in read_answers(file)]
+
+
 def _first_line(path: Path) -> dict[str, Any]:
     """The settings that a file of answers begins with."""
     if not path.is_file():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deepinfer.deepspec.acceptance import Answer
-from deepinfer.deepspec.answers import read_answers
+from deepinfer.deepspec.answers import read_folder
 from deepinfer.train.batches import Rows, load_rows
 
 
@@ -47,8 +47,7 @@ def training_rows(folders: list[Path], length: int, seed: int = 0) -> Rows:
     packed = [folder for folder in folders if folder not in prepared]
     parts = [load_rows(packed)] if packed else []
     if prepared:
-        files = [path for folder in prepared for path in sorted((folder / "answers").glob("*.jsonl"))]
-        parts.append(pack_answers([answer for path in files for answer in read_answers(path)], length, seed))
+        parts.append(pack_answers([answer for folder in prepared for answer in read_folder(folder)], length, seed))
     widths = {part.ids.shape[1] for part in parts}
     if widths != {length + 1}:
         raise ValueError(f"length: {length}, the rows in --data have {', '.join(str(w - 1) for w in sorted(widths))}")

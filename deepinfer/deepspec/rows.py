@@ -66,9 +66,17 @@ def cache_bytes(num_rows: int, length: int, shape: Shape) -> int:
 
 
 def write_cache(
-    folder: Path, rows: Rows, target: Target, rows_a_shard: int, advance: Callable[[int], None] = lambda count: None
+    folder: Path,
+    rows: Rows,
+    target: Target,
+    rows_a_shard: int,
+    advance: Callable[[int], None] = lambda count: None,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> list[Path]:
     """Compute and store the hidden states of all rows; shards that are there and whole are kept, those of others go.
+
+    Process `rank` of `ranks` computes every so many-th shard, and moves the bar by as many as all of them do.
 
     Raises:
         ValueError: the disk has too little room.
@@ -78,9 +86,10 @@ def write_cache(
     starts = range(0, len(rows), rows_a_shard)
     paths = [folder / f"shard-{i:05d}-of-{len(starts):05d}.safetensors" for i in range(len(starts))]
     for stale in set(folder.glob("shard-*.safetensors")) - set(paths):  # of another number: nobody would know whose
-        stale.unlink()
-    missing = [(path, start) for path, start in zip(paths, starts, strict=True) if not _is_whole(path, rows, start)]
-    advance(len(paths) - len(missing))
+        stale.unlink(missing_ok=True)
+    mine = list(zip(paths, starts, strict=True))[rank::ranks]
+    missing = [(path, start) for path, start in mine if not _is_whole(path, rows, start)]
+    advance(ranks * (len(mine) - len(missing)))
     needed = cache_bytes(len(missing) * rows_a_shard, rows.counted.shape[1], target.shape)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -91,7 +100,7 @@ def write_cache(
         states = {"taps": taps.to(torch.bfloat16).cpu(), "hidden": hidden.to(torch.bfloat16).cpu()}
         save_file({"tokens": tokens.contiguous(), "counted": counted.contiguous(), **states}, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
-        advance(1)
+        advance(ranks)
     return paths
 
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,18 @@ def processes(device: str) -> Iterator[tuple[int, int, str]]:
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    # A process may write answers for hours while others wait.
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(days=7))
     try:
         yield dist.get_rank(), number, device
     finally:
         dist.destroy_process_group()
+
+
+def wait_for_all(ranks: int) -> None:
+    """Until every process is here."""
+    if ranks > 1:
+        dist.barrier()
 
 
 def average_gradients(parameters: list[nn.Parameter], ranks: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepinfer.cli import main
-from deepinfer.deepspec.answers import HuggingFaceWriter, Sampling, read_answers
+from deepinfer.deepspec.answers import HuggingFaceWriter, Sampling, read_answers, read_folder
 from deepinfer.models.layers.engram_map import compressed_token_map
 from deepinfer.models.random_weights import random_weights
 from deepinfer.models.writer import write_checkpoint
@@ -167,14 +167,12 @@ def test_length_is_that_of_the_cache(qwen, data, tmp_path, capsys):
     assert ended.value.code == 2 and "length: 64, allowed: 96" in capsys.readouterr().err
 
 
-def test_two_processes_train_and_go_on(qwen, data, tmp_path):
-    """torchrun's environment, gloo: both end, one saves, and a longer look finds the run finished."""
+def run_twice(*arguments) -> list[str]:
+    """What two processes print that run the same command in torchrun's environment, over gloo."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = ["deepspec", "train", "--target", qwen, "--data", data, "--out", tmp_path, *TRAIN]
-    arguments[arguments.index("--batch") + 1] = 1
-    command = [sys.executable, "-m", "deepinfer.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "deepinfer.cli", "deepspec", *map(str, arguments)]
 
     def start(rank):
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
@@ -184,10 +182,36 @@ def test_two_processes_train_and_go_on(qwen, data, tmp_path):
     workers = [start(rank) for rank in range(2)]
     printed = [worker.communicate(timeout=180) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], printed
-    assert "step 4" in printed[0][0] and printed[1][0] == ""
-    record = json.loads((tmp_path / "draft_config.json").read_text())["training"]
+    return [out for out, _ in printed]
+
+
+def test_two_processes_prepare_and_train(qwen, tasks, data, tmp_path):
+    """Prompts and shards are shared, gradients averaged; one saves and one prints."""
+    both = tmp_path / "data"
+    options = ["--target", qwen, "--tasks", tasks, "--out", both, "--temperature", 0, "--cache", "--rows-a-shard", 3]
+    first, second = run_twice("prepare", *options, *SIZES)
+    assert "5 rows of 96 tokens" in first and second == ""
+    assert len(list((both / "answers").glob("gsm8k-t0.*-of-2.jsonl"))) == 2
+    run("prepare", *[one if one != both else tmp_path / "alone" for one in options], *SIZES)
+    asked = [sorted(answer.token_ids for answer in read_folder(folder)) for folder in (both, tmp_path / "alone")]
+    assert asked[0] == asked[1]
+    shards = [load_file(path) for path in sorted((both / "cache").glob("*.safetensors"))]
+    assert [len(shard["tokens"]) for shard in shards] == [3, 2]
+
+    smaller = [*TRAIN, "--batch", 1]
+    first, second = run_twice("train", "--target", qwen, "--data", both, "--out", tmp_path / "draft", *smaller)
+    assert "step 4" in first and second == ""
+    record = json.loads((tmp_path / "draft" / "draft_config.json").read_text())["training"]
     assert record["processes"] == 2 and [point["step"] for point in record["log"]] == [1, 2, 3, 4]
-    assert all(torch.isfinite(value).all() for value in load_file(tmp_path / "draft.safetensors").values())
+    assert all(torch.isfinite(value).all() for value in load_file(tmp_path / "draft" / "draft.safetensors").values())
+
+
+def test_a_second_temperature_adds_to_the_data(qwen, tasks, tmp_path, capsys):
+    for heat, rows in ((0, 5), (1, 10)):
+        prepared(qwen, tasks, tmp_path, "--temperature", heat)
+        assert f"{rows} rows of 96 tokens" in capsys.readouterr().out
+    cached = [load_file(path)["tokens"] for path in sorted((tmp_path / "cache").glob("*.safetensors"))]
+    assert sum(map(len, cached)) == 10
 
 
 def test_v41_checkpoint_with_its_head(v41, tasks, tmp_path, capsys):
