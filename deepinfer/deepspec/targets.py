@@ -94,6 +94,18 @@ class HuggingFaceTarget:
         self.embed = self.model.get_input_embeddings().weight
         self.head = self.model.get_output_embeddings().weight.float()
         self.shape = Shape(self.embed.shape[1], self.embed.shape[0], len(self.tap_layers))
+        self._check_head(folder)
+
+    @torch.no_grad()
+    def _check_head(self, folder: Path) -> None:
+        """Drafts take logits to be the final states times the head: a model that scales or caps them is refused."""
+        tokens = torch.arange(8, device=self.embed.device).unsqueeze(0)
+        logits = self.model(tokens, use_cache=False).logits.float()
+        ours = self(tokens)[1].float() @ self.head.T
+        if (ours - logits).norm() > 0.05 * logits.norm():
+            raise ValueError(
+                f"target: {folder} does more than multiply its last states by its head, allowed: only that"
+            )
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
