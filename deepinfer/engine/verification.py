@@ -172,7 +172,10 @@ class Speculation:
     def prefilled(self, batch: ScheduledBatch, inputs: ModelInputs) -> None:
         """A prefill step has been launched."""
         for seq in batch.sequences:
-            self._in_slot[seq.state_slot] = seq
+            if self._in_slot[seq.state_slot] is not seq:
+                self._in_slot[seq.state_slot] = seq
+                if seq.num_computed:  # it was swapped out amid its prompt, and has come back elsewhere
+                    self.drafter.resumed(seq.state_slot, seq.token_ids)
         self.drafter.prefilled(inputs)
 
     def launch(

@@ -15,6 +15,9 @@ from deepinfer.models.inputs import ModelInputs
 from deepinfer.params import SamplingParams
 from deepinfer.speculation.drafter import Drafts, Round
 from deepinfer.speculation.slot_tokens import SlotTokens
+from deepinfer.speculation.step_times import StepTimes
+from tests.engine.test_engine_workloads import EOS
+from tests.engine.test_speculation_workloads import LETTERS, compiler
 from tests.engine.toy_model import ToyRunner, full_logits
 from tests.kernels.test_rejection import assert_distributed_like
 
@@ -67,18 +70,44 @@ def outputs(params: dict, drafter: Roulette, overlap: bool) -> list[list[int]]:
     )
     runner = ToyRunner(200, 4, 60, room=1 + drafter.num_drafts)
     engine = Engine(runner, config, drafter=drafter)
-    engine.speculation.step_ms = 10.0 + np.arange(1000.0)
+    engine.grammars = compiler()
+    assert engine.speculation is not None
+    rises = StepTimes(10.0 + np.arange(1000.0), np.zeros(61))
+    rises.observe = lambda *step: None  # lengths follow the drafts' chances, whatever this machine does
+    engine.speculation.times = rises
+    gate = engine.speculation.gate
+    gate.makes_drafts, gate.learn = lambda num_sequences: True, lambda num_expected, num_accepted: None
     tokens: dict[str, list[int]] = {}
     for number in range(REQUESTS):
-        engine.add_request(str(number), PROMPT, SamplingParams(seed=number, max_tokens=4, ignore_eos=True, **params))
+        sampling = SamplingParams(seed=number, max_tokens=4, ignore_eos="so_args" not in params, **params)
+        engine.add_request(str(number), PROMPT, sampling)
     while engine.has_unfinished_requests():
         for output in engine.step():
             tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
     return list(tokens.values())
 
 
+# A letter of the first half is followed by one of the second, and the other way round: masks follow the drafts.
+ZIGZAG = {"schema_type": "regex", "schema": "([a-z][A-Z0-9]|[A-Z0-9][a-z]){2}"}
+
+
+def follows(output: list[int], token: int) -> bool:
+    """Whether ZIGZAG allows a token there."""
+    is_lower = LETTERS[token].islower()
+    return token not in EOS and (len(output) % 2 == 0 or LETTERS[output[-1]].islower() != is_lower)
+
+
 def distribution(prefix: list[int], params: dict) -> torch.Tensor:
     logits = torch.from_numpy(full_logits(prefix))[None]
+    for token in set(prefix):
+        repetition, logit = params.get("repetition_penalty", 1.0), float(logits[0, token])
+        logits[0, token] = logit / repetition if logit > 0 else logit * repetition
+    for token in prefix[len(PROMPT) :]:
+        logits[0, token] -= params.get("frequency_penalty", 0.0)
+    for token in set(prefix[len(PROMPT) :]):
+        logits[0, token] -= params.get("presence_penalty", 0.0)
+    if "so_args" in params:
+        logits[0, [token for token in range(VOCAB_SIZE) if not follows(prefix[len(PROMPT) :], token)]] = -torch.inf
     column = [torch.tensor([value]) for value in (params["temperature"], params.get("top_k", VOCAB_SIZE), 1.0, 0.0)]
     temperature, candidates, top_p, min_p = column
     return ops.token_probabilities(
@@ -100,7 +129,16 @@ def marginals(params: dict) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "params", [{"temperature": 1.0}, {"temperature": 0.5, "top_k": 20}, {"temperature": 1.5, "top_p": 0.8}]
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_k": 20},
+        {"temperature": 1.5, "top_p": 0.8},
+        {"temperature": 1.0, "repetition_penalty": 1.4, "frequency_penalty": 0.8, "presence_penalty": 1.5},
+        {"temperature": 1.2, "so_args": ZIGZAG},
+        {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "presence_penalty": 2.0, "so_args": ZIGZAG},
+    ],
+    ids=("plain", "top_k", "top_p", "penalties", "grammar", "all"),
 )
 def test_every_token_is_distributed_as_without_drafts(params: dict, overlap: bool) -> None:
     drafter = Roulette(3, True)
