@@ -76,8 +76,11 @@ def top_k() -> Iterator[Record]:
 # ------------------------------------------------------------------ bound by memory
 
 
-def streaming_cases(tokens: int) -> Iterator[tuple[str, str, int, Callable[[], tuple[Any, ...]]]]:
-    """Name, operation, bytes at least moved, and a maker of its arguments."""
+Case = tuple[str, str, int, Callable[[], tuple[Any, ...]]]  # name, operation, bytes at least moved, arguments' maker
+Cases = Callable[[int], Iterator[Case]]
+
+
+def streaming_cases(tokens: int) -> Iterator[Case]:
     row = tokens * DIM * 2
     fn, scale, base = (
         random(24, HC * DIM, dtype=torch.float32),
@@ -132,11 +135,34 @@ def streaming_cases(tokens: int) -> Iterator[tuple[str, str, int, Callable[[], t
     )  # fmt: skip
 
 
-COMPILED = ("rms_norm", "swiglu", "round_fp8", "rope", "hc_post", "hc_post_pre", "engram_gate", "moe_gate")
+def cast_cases(tokens: int) -> Iterator[Case]:
+    """Casts with other scales, and behind the operation before them."""
+    values, fp4 = tokens * DIM, DIM // 2 + DIM // 16
+    norm, angles = random(DIM), random(tokens, 32, dtype=torch.float32)
+
+    def cast(*arguments: Any) -> Callable[[], tuple[Any, ...]]:
+        return lambda: (random(tokens, DIM), *arguments)
+
+    yield "cast to FP8, a scale a token", "cast_groups", 3 * values, cast("e4m3", "float32", 1, DIM)
+    yield "cast to FP8, a scale for 128 x 128", "cast_groups", 3 * values, cast("e4m3", "float32", 128, 128)
+    yield "cast to FP8, a scale a channel", "cast_groups", 3 * values, cast("e4m3", "float32", tokens, 1)
+    yield "cast to NVFP4", "cast_groups", tokens * (2 * DIM + fp4), cast("e2m1", "e4m3", 1, 16)
+    yield "RMSNorm + cast to FP8", "norm_cast", 3 * values, lambda: (random(tokens, DIM), norm, 1e-20)
+    yield "SwiGLU + cast to FP8", "swiglu_cast", 5 * tokens * INNER, lambda: (random(tokens, 2 * INNER), 10.0)
+    yield (
+        "RoPE, 64 heads + cast to FP8", "rope_cast", 3 * tokens * 64 * 512,
+        lambda: (random(tokens, 64, 512), angles, angles, False),
+    )  # fmt: skip
 
 
-def streaming(with_compile: bool, tokens: int) -> Iterator[Record]:
-    for name, operation, size, make in streaming_cases(tokens):
+COMPILED = (
+    "rms_norm", "swiglu", "round_fp8", "rope", "hc_post", "hc_post_pre", "engram_gate", "moe_gate", "load_rows",
+    "cast_groups", "norm_cast", "swiglu_cast", "rope_cast",
+)  # fmt: skip
+
+
+def streaming(with_compile: bool, tokens: int, cases: Cases = streaming_cases) -> Iterator[Record]:
+    for name, operation, size, make in cases(tokens):
         arguments = [make() for _ in range(SETS)]
         ours = time_us([partial(OPERATIONS[operation], *a) for a in arguments])
         if not with_compile:
@@ -145,7 +171,7 @@ def streaming(with_compile: bool, tokens: int) -> Iterator[Record]:
                 baseline_name="copy of the same bytes", baseline_value=copy_bandwidth(size) / 1e12, target=0.8,
             )  # fmt: skip
         elif operation in COMPILED:
-            compiled = torch.compile(OPERATIONS[operation].reference)
+            compiled = torch.compile(OPERATIONS[operation].reference, dynamic=False)
             theirs = time_us([partial(compiled, *a) for a in arguments])
             yield record(f"{name}, {tokens:,} tokens, beside torch.compile", ours, "torch.compile", theirs)
         del arguments
@@ -209,7 +235,9 @@ GROUPS: dict[str, Callable[[], Iterator[Record]]] = {
     "top_k": top_k,
     "streaming": partial(streaming, False, TOKENS),
     "streaming-8x": partial(streaming, False, 8 * TOKENS),
+    "casts": partial(streaming, False, TOKENS, cast_cases),
     "compile": partial(streaming, True, TOKENS),
+    "compile-casts": partial(streaming, True, TOKENS, cast_cases),
     "experts": experts,
 }
 

@@ -22,7 +22,8 @@ WIDE = {
     "draw_tokens": {0}, "candidate_blocks": {0}, "moe_gate": {0, 1}, "moe_experts": {2}, "moe_experts_fp4": {2},
     "rope": {1, 2}, "norm_rope": {3, 4}, "norm_latents": {4, 5},
     "hc_post": {2, 3}, "hc_pre": {1, 2, 3, 4}, "hc_post_pre": {2, 3, 4, 5, 6, 7}, "engram_gate": {2},
-    "sparse_attention": {5}, "rotated_attention": {1, 2, 7}, "pool_groups": {0, 1},
+    "sparse_attention": {5}, "rotated_attention": {1, 2, 7}, "pool_groups": {0, 1}, "reduce_rows": {2},
+    "rope_cast": {1, 2}, "uncast_groups": {1},
 }  # fmt: skip
 
 
@@ -58,8 +59,8 @@ def assert_near(result: Tensor, expected: Tensor, tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", CUDA)
 def test_bf16_is_near_the_float32_reference(name: str):
-    if name in EXACT or name == "draw_tokens":
-        pytest.skip("exact, and compared in test_ops_backends")
+    if name in EXACT or name == "draw_tokens" or name.endswith("_cast"):
+        pytest.skip("exact, and compared in test_ops_backends; codes: below")
     for case in CASES[name](torch.Generator().manual_seed(0)):
         case = as_bf16(name, case)
         wide = [as_float(copied(a)) for a in case]
@@ -69,7 +70,38 @@ def test_bf16_is_near_the_float32_reference(name: str):
             continue
         expected = OPERATIONS[name].reference(*wide)
         for one, other in zip(run(name, case), expected if isinstance(expected, tuple) else (expected,), strict=True):
-            assert_near(one[:, : other.shape[1]], other, 0.03)
+            assert_near(one[:, : other.shape[1]] if one.dim() > 1 else one, other, 0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("norm_cast", "rms_norm"), ("swiglu_cast", "swiglu"), ("rope_cast", "rope")]
+)
+def test_casts_in_bf16_are_those_of_what_is_cast(name: str, first: str):
+    """But for codes next to each other, where a sum in another order rounds to another BF16 number."""
+    for case in CASES[name](torch.Generator().manual_seed(0)):
+        case = as_bf16(name, case)
+        (plain,) = run(first, case)
+        codes, scales = run(name, case)
+        expected_codes, expected_scales = OPERATIONS["cast_groups"].reference(
+            plain.flatten(1).float(), "e4m3", "ue8m0", 1, 32
+        )
+        assert torch.equal(scales, expected_scales)
+        differs = (codes.int() - expected_codes.int()).abs()
+        assert int(differs.max() if differs.numel() else 0) <= 1 and (differs > 0).float().mean().nan_to_num() < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("values", "scales", "rows", "columns"),
+    [("e2m1", "e4m3", 1, 16), ("e2m1", "ue8m0", 1, 32), ("e4m3", "float32", 1, 5120), ("e4m3", "float32", 128, 128),
+     ("e4m3", "float32", 1000, 1), ("e2m1", "float32", 1, 128), ("e4m3", "ue8m0", 600, 32)],
+)  # fmt: skip
+def test_casts_in_bf16_at_full_width(values: str, scales: str, rows: int, columns: int):
+    """Codes and scales of the float32 numbers that they are."""
+    x = (normal(torch.Generator().manual_seed(columns), 1000, 5120) * 3).bfloat16()
+    x[3] *= 100
+    result = run("cast_groups", (x, values, scales, rows, columns))
+    expected = OPERATIONS["cast_groups"].reference(x.float(), values, scales, rows, columns)
+    assert all(torch.equal(one, other) for one, other in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", CUDA)

@@ -1,4 +1,4 @@
-"""Prompt lookup, and the comparison of drafts with the target's tokens: one launch each."""
+"""Prompt lookup, the comparison of drafts with the target's tokens, and how many drafts to verify: one launch each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from deepinfer.kernels.reference import speculation  # noqa: F401  (defines the 
 from deepinfer.kernels.registry import backend
 
 BLOCK = 1024
+MOST_DRAFTS = 4096  # of all sequences, that one program puts in order
 
 
 @triton.jit(do_not_specialize=["longest"])  # one kernel for every length of text
@@ -95,3 +96,68 @@ def verify_tokens(
             num_drafts.contiguous(), tokens, accepted, columns, COLUMNS=triton.next_power_of_2(columns), num_warps=1,
         )  # fmt: skip
     return tokens, accepted
+
+
+@triton.jit
+def _chances(survival, room, at, num_sequences, num_drafts, DRAFTS: tl.constexpr):
+    """Chance of the draft at each place of a table of DRAFTS columns, 0 without one; its order among equal ones."""
+    row, draft = at // DRAFTS, at % DRAFTS
+    exists = (row < num_sequences) & (draft < num_drafts)
+    index = row * num_drafts + draft
+    chance = tl.load(survival + index, mask=exists, other=0.0)
+    allowed = draft < tl.load(room + row, mask=exists, other=0)
+    return tl.where(exists & allowed & (chance > 0), chance, 0.0), tl.where(exists, index, at + num_sequences * DRAFTS)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def _choose_lengths(
+    survival, room, step_ms, scratch, lengths, num_sequences, num_drafts,
+    FIRST_FALL: tl.constexpr, SEQUENCES: tl.constexpr, DRAFTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program. scratch: chances in their order, then how fast a step with so many drafts is expected to be."""
+    SIZE: tl.constexpr = SEQUENCES * DRAFTS
+    at = tl.arange(0, SIZE)
+    chance, index = _chances(survival, room, at, num_sequences, num_drafts, DRAFTS)
+    ahead = tl.zeros((SIZE,), tl.int32)
+    for start in range(0, SIZE, CHUNK):
+        other, other_index = _chances(survival, room, start + tl.arange(0, CHUNK), num_sequences, num_drafts, DRAFTS)
+        is_equal = (other[None, :] == chance[:, None]) & (other_index[None, :] < index[:, None])
+        ahead += tl.sum(((other[None, :] > chance[:, None]) | is_equal).to(tl.int32), axis=1)
+    tl.store(scratch + ahead, chance)
+    tl.debug_barrier()
+    ordered = tl.load(scratch + at)
+    is_draft = ordered > 0
+    many = num_sequences.to(ordered.dtype)
+    nothing = many / tl.load(step_ms)
+    theta = (many + tl.cumsum(ordered, axis=0)) / tl.load(step_ms + 1 + at, mask=is_draft, other=1.0)
+    theta = tl.where(is_draft, theta, -float("inf"))
+    if FIRST_FALL:
+        tl.store(scratch + SIZE + at, theta)
+        tl.debug_barrier()
+        before = tl.where(at == 0, nothing, tl.load(scratch + SIZE + at - 1, mask=at > 0, other=0.0))
+        falls = is_draft & (theta < before)
+        count = tl.minimum(tl.min(tl.where(falls, at, SIZE), axis=0), tl.sum(is_draft.to(tl.int32), axis=0))
+    else:
+        best = tl.max(theta, axis=0)
+        first = tl.min(tl.where(theta == best, at + 1, SIZE), axis=0)
+        count = tl.where(best > nothing, first, 0)
+    admitted = ((ahead < count) & (chance > 0)).to(tl.int64)
+    row = tl.arange(0, SEQUENCES)
+    tl.store(lengths + row, tl.sum(tl.reshape(admitted, (SEQUENCES, DRAFTS)), axis=1), mask=row < num_sequences)
+
+
+@backend("choose_draft_lengths", "cuda")
+def choose_draft_lengths(survival: Tensor, room: Tensor, step_ms: Tensor, until_first_fall: bool) -> Tensor:
+    num_sequences, num_drafts = survival.shape
+    sequences, drafts = triton.next_power_of_2(max(num_sequences, 1)), triton.next_power_of_2(max(num_drafts, 1))
+    if sequences * drafts > MOST_DRAFTS or survival.dtype not in (torch.float32, torch.float64) or not num_drafts:
+        return NotImplemented
+    lengths = torch.empty(num_sequences, dtype=torch.int64, device=survival.device)
+    if num_sequences:
+        scratch = torch.empty(2 * sequences * drafts, dtype=survival.dtype, device=survival.device)
+        _choose_lengths[(1,)](
+            survival.contiguous(), room.contiguous(), step_ms.contiguous(), scratch, lengths, num_sequences, num_drafts,
+            FIRST_FALL=until_first_fall, SEQUENCES=sequences, DRAFTS=drafts, CHUNK=min(sequences * drafts, 16),
+            num_warps=8,
+        )  # fmt: skip
+    return lengths

@@ -38,6 +38,26 @@ def entry_slots(positions: Tensor, block_tables: Tensor, sequence_of_row: Tensor
 
 
 @triton.jit
+def _window_slots(positions, states, out, window, ring, WINDOW: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WINDOW)
+    wanted = tl.load(positions + row).to(tl.int64) - window + 1 + at
+    slot = tl.where(wanted >= 0, tl.load(states + row).to(tl.int64) * ring + wanted % ring, -1)
+    tl.store(out + row * window + at, slot.to(tl.int32), mask=at < window)
+
+
+@backend("window_slots", "cuda")
+def window_slots(positions: Tensor, state_slots: Tensor, window: int, ring: int) -> Tensor:
+    out = torch.empty(len(positions), window, dtype=torch.int32, device=positions.device)
+    if out.numel():
+        _window_slots[(len(positions),)](
+            positions.contiguous(), state_slots.contiguous(), out, window, ring,
+            WINDOW=triton.next_power_of_2(window), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _source(positions, states, row, position, state, back, n, size):
     """Where the token `back` before the row's is: a new row of this step, or one of `size` kept ones."""
     inside = row >= back
