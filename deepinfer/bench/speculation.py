@@ -2,9 +2,9 @@
 
 Engines over one checkpoint, without drafts, with drafts whose number follows the decode curve, and with a fixed number,
 answer the same greedy requests in alternation. The time runs from the first decode step until the first sequence of the
-batch ends, so that the batch is whole all the time; small batches are several, one after the other, so that there are
-prompts of all kinds. Outputs must be the same tokens; on a GPU, where the number of rows may tip a token, the share
-that is the same is printed.
+batch ends, so that the batch is whole all the time; a round has several batches, one after the other, so that there are
+prompts of all kinds in it. Outputs must be the same tokens; on a GPU, where the number of rows may tip a token, the
+share that is the same is printed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPTS = (
     "The sun is a star. The sun is very big and very hot. The earth goes around the sun. The moon goes around",
     '{"name": "Ada", "age": 36, "city": "London"}\n{"name": "Alan", "age": 41, "city": "Leeds"}\n{"name": "Grace",',
 )
-FEWEST_PROMPTS = 6  # of a round, however small the batch is
+FEWEST_PROMPTS, FEWEST_BATCHES = 12, 2  # of a round
 SETTINGS = {"off": None, "variable": True, "fixed": False}  # variable_length
 
 
@@ -58,7 +58,7 @@ class Run:
 
 def decode_batch(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], int, float]:
     """Outputs of a batch when its first sequence has ended, and tokens and seconds of its decode steps alone."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, params)
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -74,12 +74,13 @@ def decode_batch(engine: Engine, prompts: list[list[int]], max_tokens: int) -> t
                 outputs[int(output.request_id)] += completion.token_ids
             ended |= output.finished
     synchronize(engine.config.device)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start if start else 0.0
+    num_tokens = sum(map(len, outputs)) - counted if start else 0
     for number in range(len(prompts)):
         engine.abort_request(str(number))
     while engine.has_unfinished_requests():
         engine.step()
-    return outputs, sum(map(len, outputs)) - counted, seconds
+    return outputs, num_tokens, seconds
 
 
 def decode_once(engine: Engine, batches: list[list[list[int]]], max_tokens: int, run: Run) -> None:
@@ -120,8 +121,8 @@ def prompts_of(folder: Path | None, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
-    """Batches of one size, of FEWEST_PROMPTS prompts or more; prompts that are too few come again."""
-    count = -(-FEWEST_PROMPTS // size)
+    """Batches of one size; prompts that are too few come again."""
+    count = max(-(-FEWEST_PROMPTS // size), FEWEST_BATCHES)
     repeated = [prompts[i % len(prompts)] for i in range(count * size)]
     return [repeated[begin : begin + size] for begin in range(0, len(repeated), size)]
 

@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-BOUND = 4.0  # most that the curve is corrected by, either way
+BOUND = 10.0  # most that the curve is corrected by, either way
 KEPT = 9  # steps whose median counts
 ENOUGH = 3  # steps without which nothing is known
 
