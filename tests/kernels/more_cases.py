@@ -40,6 +40,8 @@ def cast_groups(g: torch.Generator) -> Iterator[Case]:
         yield rows_to_cast(g, 130, 256), values, scales, 128, 128
         yield rows_to_cast(g, 130, 256), values, scales, 128, 1
         yield rows_to_cast(g, 9, 384), values, scales, 1, 384
+        yield rows_to_cast(g, 700, 64), values, scales, 300, 32
+        yield rows_to_cast(g, 600, 64), values, scales, 600, 1
 
 
 def uncast_groups(g: torch.Generator) -> Iterator[Case]:
