@@ -46,7 +46,7 @@ def measure(runner: ModelRunner, name: str, context_len: int, command: str) -> l
             f"capture of {what}",
             part="2",
             unit="s",
-            value=graphs.capture_seconds,
+            value=graphs.cost.seconds,
             higher_is_better=False,
             command=command,
         ),
@@ -54,7 +54,7 @@ def measure(runner: ModelRunner, name: str, context_len: int, command: str) -> l
             f"memory of {what}",
             part="2",
             unit="MiB",
-            value=graphs.capture_bytes / 2**20,
+            value=graphs.cost.num_bytes / 2**20,
             higher_is_better=False,
             command=command,
         ),
@@ -94,8 +94,8 @@ def chunk_records(runner: ModelRunner, name: str, command: str) -> list[results.
     what = f"{len(chunks.shapes)} prefill graphs of {count} tokens ({name})"
     measured = partial(results.measured, part="2", higher_is_better=False, command=command)
     return [
-        measured(f"capture of {what}", unit="s", value=chunks.capture_seconds),
-        measured(f"memory of {what}", unit="MiB", value=chunks.capture_bytes / 2**20),
+        measured(f"capture of {what}", unit="s", value=chunks.cost.seconds),
+        measured(f"memory of {what}", unit="MiB", value=chunks.cost.num_bytes / 2**20),
         measured(
             f"prefill chunk of {count} tokens behind {start} ({name})",
             unit="ms",

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from deepinfer.engine.graph_pool import GraphPool
+from deepinfer.engine.graph_pool import CaptureCost, GraphPool
 from deepinfer.engine.step_buffers import StepBuffers, StepShape, first_rows, pad_inputs
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.observability.graph_timer import CUDAGraphTimer
@@ -93,8 +93,7 @@ class DecodeGraphs:
         self.device = torch.device(device)
         self.buffers = StepBuffers(StepShape(self.shapes[-1].rows, max_blocks), device, slot_tokens)
         self.inputs = {shape: self.buffers.inputs(shape) for shape in self.shapes}
-        self.capture_seconds = 0.0
-        self.capture_bytes = 0
+        self.cost = CaptureCost()
         self.part_times = Durations()  # of replayed steps, by part
         self._views: dict[tuple[StepShape, int], ModelInputs] = {}
         self._set_mark = set_mark
@@ -151,24 +150,15 @@ class DecodeGraphs:
 
         Writes to the null block and the null slot only. Raises RuntimeError naming the shape that cannot be captured.
         """
-        torch.cuda.empty_cache()
-        begin, free = time.monotonic(), torch.cuda.mem_get_info(self.device)[0]
-        with torch.cuda.device(self.device):
-            pool = GraphPool()
+        with GraphPool.measured(self.device, self.cost) as pool:
             for shape in sorted(self.shapes, key=lambda s: s.rows * s.blocks, reverse=True):
                 try:
                     self._replays[shape] = self._capture(shape, pool)
                 except Exception as error:
                     self._replays.clear()
                     raise RuntimeError(f"a decode step of {shape} cannot be captured: {_cause(error)}") from error
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # what the warm-ups used is of no use to another stream
-        self.capture_seconds = time.monotonic() - begin
-        self.capture_bytes = max(free - torch.cuda.mem_get_info(self.device)[0], 0)
-        logger.info(
-            "captured %d decode graphs of up to %d sequences in %.1f s, %.0f MiB",
-            len(self.shapes), self.shapes[-1].rows, self.capture_seconds, self.capture_bytes / 2**20,
-        )  # fmt: skip
+        largest = self.shapes[-1].rows
+        logger.info("captured %d decode graphs of up to %d sequences in %s", len(self.shapes), largest, self.cost)
 
     def _capture(self, shape: StepShape, pool: GraphPool) -> Callable[[], None]:
         padded = self.inputs[shape]

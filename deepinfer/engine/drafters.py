@@ -10,12 +10,12 @@ import torch
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.decode_curve import DecodeCurve
-from deepinfer.engine.draft_graphs import DraftGraphs, DraftSlots, draft_times
+from deepinfer.engine.draft_graphs import DraftGraphs, draft_times
 from deepinfer.engine.runner import ModelRunner
 from deepinfer.engine.step import Runner
 from deepinfer.engine.verification import Speculation
 from deepinfer.models.deepseek_v41 import DeepseekV41
-from deepinfer.speculation.drafter import Drafter
+from deepinfer.speculation.drafter import Drafter, DraftSlots
 from deepinfer.speculation.head import HeadDrafter
 from deepinfer.speculation.limits import num_drafts
 from deepinfer.speculation.ngram import NgramDrafter
@@ -33,7 +33,11 @@ def make_drafter(runner: Runner, config: EngineConfig, max_model_len: int) -> Dr
         count = runner.num_drafts
         if speculative.method == "dspark":
             assert isinstance(runner.model, DeepseekV41) and runner.model.draft_head is not None
-            return HeadDrafter(runner.model.draft_head, runner.caches, count, speculative.draws)
+            probabilities = None
+            if speculative.draws:
+                shape = config.max_num_seqs + 1, count, runner.vocab_size
+                probabilities = torch.zeros(shape, dtype=torch.float32, device=config.device)
+            return HeadDrafter(runner.model.draft_head, runner.caches, count, probabilities)
     elif speculative.method == "dspark":
         raise ValueError("speculative method must not be dspark: this runner has no draft head")
     else:
@@ -57,23 +61,20 @@ def make_speculation(
     step_ms, draft_ms = None, None
     if isinstance(drafter, HeadDrafter):
         if graphs is not None and graphs.is_captured:
-            drafter.run = captured(drafter.draft_slots, state, config)
+            vocab_size = None if drafter.probabilities is None else runner.vocab_size
+            drafter.run = captured(drafter.draft_slots, state, config, vocab_size)
         draft_ms = draft_times(drafter.run, state) if variable else None
     measure: Callable[[], DecodeCurve] | None = getattr(runner, "decode_curve", None)
     if variable and measure is not None:
         most = config.max_num_seqs * (1 + drafter.num_drafts)
         sizes = sorted({shape.rows for shape in graphs.shapes}) if graphs is not None else None
         step_ms = times_by_rows(measure(), most + 1, sizes)
-    probabilities = None
-    if drafter.draws:
-        shape = len(state.lengths), drafter.num_drafts, runner.vocab_size
-        probabilities = torch.zeros(shape, dtype=torch.float32, device=config.device)
-    return Speculation(drafter, state, step_ms, draft_ms, variable, probabilities)
+    return Speculation(drafter, state, step_ms, draft_ms, variable)
 
 
-def captured(draft: DraftSlots, state: SlotTokens, config: EngineConfig) -> DraftSlots:
-    """`draft` in CUDA graphs; as it is where it cannot be captured, which is said."""
-    graphs = DraftGraphs(draft, state, config.cudagraph_batch_size_interval)
+def captured(draft: DraftSlots, state: SlotTokens, config: EngineConfig, vocab_size: int | None) -> DraftSlots:
+    """`draft` in CUDA graphs; as it is where it cannot be captured, which is said. vocab_size: if drafts are drawn."""
+    graphs = DraftGraphs(draft, state, config.cudagraph_batch_size_interval, vocab_size)
     try:
         graphs.capture()
     except RuntimeError as error:

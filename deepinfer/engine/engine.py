@@ -29,6 +29,7 @@ from deepinfer.engine.collect import News, collect, record_scheduled, step_stats
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.deadlines import Deadlines
 from deepinfer.engine.drafters import make_speculation
+from deepinfer.engine.graph_pool import capture_cost
 from deepinfer.engine.model_inputs import build_model_inputs
 from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.scheduler import Scheduler
@@ -88,9 +89,9 @@ class Engine:
         self.overlaps = config.overlaps_steps
         self._in_flight: LaunchedStep | None = None  # launched and not read
         self._graphs: DecodeGraphs | None = getattr(runner, "graphs", None)
-        both = self._graphs, getattr(runner, "prefill_graphs", None)
-        self._captured = [graphs for graphs in both if graphs is not None]
         self.speculation = make_speculation(runner, config, self.max_model_len, drafter)
+        drafts = None if self.speculation is None else getattr(self.speculation.drafter, "run", None)
+        self._capture_cost = capture_cost((self._graphs, getattr(runner, "prefill_graphs", None), drafts))
         if self.speculation is not None:
             self._slot_tokens = self.speculation.state
             self.scheduler.draft_lengths = self.speculation.draft_lengths
@@ -104,8 +105,8 @@ class Engine:
         self._last_read = 0.0  # when the tokens of the latest step were read
         self._seeds = np.random.default_rng(config.seed)
         gc_factor = 10 if config.kind == "completion" else 1  # nobody waits for a single token there
-        part_times = getattr(runner, "part_times", dict)
-        self.observer = Observer(config.device, getattr(runner, "flops", None), gc_factor, part_times)
+        flops, part_times = getattr(runner, "flops", None), getattr(runner, "part_times", dict)
+        self.observer = Observer(config.device, flops, gc_factor, part_times)
         self._observing = True
         self.grammars: GrammarCompiler | None = None  # whoever knows the vocabulary sets it
         self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")
@@ -341,7 +342,7 @@ class Engine:
         self.scheduler.prefill_cost.observe(step.starts.tolist(), step.batch.num_tokens, 1e3 * (end - start))
 
     def stats(self) -> EngineStats:
-        scheduler, captured = self.scheduler, self._captured
+        scheduler = self.scheduler
         return EngineStats(
             num_waiting=len(scheduler.waiting),
             num_running=scheduler.slots.num_slots - scheduler.slots.num_free,
@@ -350,8 +351,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
-            cuda_graph_seconds=sum(graphs.capture_seconds for graphs in captured),
-            cuda_graph_bytes=sum(graphs.capture_bytes for graphs in captured),
+            cuda_graph_seconds=self._capture_cost.seconds,
+            cuda_graph_bytes=self._capture_cost.num_bytes,
         )
 
     def _forget(self, request_id: str, now: float) -> None:

@@ -9,7 +9,6 @@ Without a capture (on a CPU) the padded chunks run eagerly.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.engine.graph_pool import GraphPool
+from deepinfer.engine.graph_pool import CaptureCost, GraphPool
 from deepinfer.models.inputs import HostLengths, ModelInputs
 from deepinfer.models.layers.step import POOLED_RATIO
 
@@ -81,8 +80,7 @@ class PrefillGraphs:
             and chunk % POOLED_RATIO == 0  # a group that a chunk leaves open changes the next one
             and blocks * block_size >= self._start(is_first) + chunk
         ]
-        self.capture_seconds = 0.0
-        self.capture_bytes = 0
+        self.cost = CaptureCost()
         self._replays: dict[ChunkShape, torch.cuda.CUDAGraph] = {}
         self._others: dict[ChunkShape, list[Tensor]] = {}
         self._logits: Tensor | None = None  # [1, vocab], all graphs write there
@@ -153,25 +151,14 @@ class PrefillGraphs:
 
         Raises RuntimeError if one cannot be captured.
         """
-        device = self._tokens.device
-        torch.cuda.empty_cache()
-        begin, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
-        with torch.cuda.device(device):
-            pool = GraphPool()
+        with GraphPool.measured(self._tokens.device, self.cost) as pool:
             for shape in sorted(self.shapes, key=lambda s: (s.blocks, s.kept), reverse=True):
                 start = self._start(shape.is_first)
                 self._positions.copy_(torch.arange(start, start + self.chunk))
                 self._context.fill_(start + self.chunk)
                 self._keep_from.fill_(start + self.chunk - shape.kept)
                 self._capture(shape, self.inputs(shape), pool)
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # what the warm-ups used is of no use to another stream
-        self.capture_seconds = time.monotonic() - begin
-        self.capture_bytes = max(free - torch.cuda.mem_get_info(device)[0], 0)
-        logger.info(
-            "captured %d prefill graphs of %d tokens in %.1f s, %.0f MiB",
-            len(self._replays), self.chunk, self.capture_seconds, self.capture_bytes / 2**20,
-        )  # fmt: skip
+        logger.info("captured %d prefill graphs of %d tokens in %s", len(self._replays), self.chunk, self.cost)
 
     def _capture(self, shape: ChunkShape, inputs: ModelInputs, pool: GraphPool) -> None:
         logits, _ = pool.warm_up(lambda: self.forward(inputs))

@@ -97,7 +97,6 @@ class Speculation:
             verified that has a chance.
         draft_ms: [slots] milliseconds of making drafts, by sequences; None: nothing.
         variable_length: False: all drafts are verified.
-        draft_probabilities: float32 [slots, K, V] for what the latest drafts were drawn from; None: they are not drawn.
     """
 
     def __init__(
@@ -107,12 +106,12 @@ class Speculation:
         step_ms: np.ndarray | None = None,
         draft_ms: np.ndarray | None = None,
         variable_length: bool = True,
-        draft_probabilities: Tensor | None = None,
     ) -> None:
         num_slots = len(state.lengths)
         self.drafter = drafter
         self.state = state
         self.variable_length = variable_length
+        self._draws = drafter.probabilities is not None
         if step_ms is None:
             step_ms = np.ones(num_slots * (1 + drafter.num_drafts) + 1)
         self.times = StepTimes(step_ms, np.zeros(num_slots) if draft_ms is None else draft_ms)
@@ -122,7 +121,6 @@ class Speculation:
         self._num_expected = 0.0  # drafts of the next step that are expected to be accepted
         self._new_scores: list[list[float]] = []  # chances of drafts that the gate has not seen
         self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
-        self.draft_probabilities = draft_probabilities
 
     def draft_lengths(self, sequences: list[TokenSequence]) -> list[int]:
         """How many drafts of each sequence the next step verifies; never more than it could still output."""
@@ -144,7 +142,7 @@ class Speculation:
         )
         chances = np.minimum(self.gate.trust * survival, 1.0)
         step_ms = self.times.by_drafts(len(sequences), survival.size, self._makes_drafts)
-        lengths = draft_lengths(chances, np.array(room), step_ms, self.drafter.draws)
+        lengths = draft_lengths(chances, np.array(room), step_ms, self._draws)
         self._num_expected = float(survival[np.arange(most) < lengths[:, None]].sum())
         return lengths.tolist()
 
@@ -187,7 +185,7 @@ class Speculation:
         counts = np.array(num_drafts, np.int64)
         first_rows = np.cumsum(counts + 1) - counts - 1
         choose = None
-        if self.drafter.draws and counts.any():
+        if self._draws and counts.any():
             choose = self._rejection(step.slots, counts, any(_has_filters(seq.params) for seq in sequences))
         known = np.array([len(seq) for seq in sequences], np.int64)
         outputs = known - np.array([seq.num_prompt_tokens for seq in sequences], np.int64)
@@ -210,7 +208,7 @@ class Speculation:
         # that the step before could bring, drafts and one.
         longest = int((known + counts).max()) + 2 + self.drafter.num_drafts
         drawing = None
-        if self.drafter.draws and self._makes_drafts:
+        if self._draws and self._makes_drafts:
             drawing, _ = draw_parameters(metadata.parameters(step.slots, outputs), step.logits.shape[1], device)
         round = Round(slots, tokens, accepted, longest, drawing)
         self.drafter.chosen(state, round)
@@ -220,9 +218,6 @@ class Speculation:
         if self._makes_drafts:
             drafts = self.drafter.draft(state, round)
             state.tokens[slots, 1:] = drafts.tokens
-            if drafts.probabilities is not None:
-                assert self.draft_probabilities is not None
-                self.draft_probabilities[slots] = drafts.probabilities
             results += [drafts.tokens, drafts.scores]
         verified = Download(results)
         expected = 0.0 if is_prefill else self._num_expected
@@ -232,7 +227,7 @@ class Speculation:
 
     def _rejection(self, slots: np.ndarray, counts: np.ndarray, filters: bool) -> Choose:
         """Takes a draft or what is left without it; a sequence's last row, which has no draft behind it, as drawn."""
-        probabilities = self.draft_probabilities
+        probabilities = self.drafter.probabilities
         assert probabilities is not None
         owner = np.repeat(np.arange(len(counts)), counts + 1)
         column = np.arange(len(owner)) - (np.cumsum(counts + 1) - counts - 1)[owner]

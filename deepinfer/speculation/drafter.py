@@ -26,18 +26,25 @@ class Round:
 
 @dataclass(slots=True)
 class Drafts:
-    """What may come next, on the device."""
+    """What may come next, on the device. What drafts were drawn from is in `Drafter.probabilities`."""
 
     tokens: Tensor  # int64 [S, K], kernels.reference.speculation.NO_DRAFT where there is none
     scores: Tensor  # [S, columns] what the drafter knows of their chances; `survival` of the same drafter reads it
-    probabilities: Tensor | None = None  # float32 [S, K, V] that drafts were drawn from; None: they were not drawn
+
+
+class DraftSlots(Protocol):
+    """Makes drafts of the sequences in slots int64 [S]; `drawing`: how they are drawn, None: the most likely tokens."""
+
+    def __call__(self, state: SlotTokens, slots: Tensor, drawing: DrawParameters | None = None) -> Drafts: ...
 
 
 class Drafter(Protocol):
     """Called in the order of the steps, and everything it does is in stream order."""
 
     num_drafts: int  # K
-    draws: bool  # whether drafts are drawn: they are accepted by rejection sampling, the others if the target agrees
+    # float32 [slots, K, V]: what the latest drafts of each slot were drawn from, for rejection sampling; None: they are
+    # not drawn, and accepted if the target agrees.
+    probabilities: Tensor | None
 
     def prefilled(self, inputs: ModelInputs) -> None:
         """A prefill step with these inputs has been launched."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,21 +11,27 @@ from deepinfer.kernels import ops
 from deepinfer.models.caches import Caches
 from deepinfer.models.draft_head import DraftHead, DraftSampling
 from deepinfer.models.inputs import ModelInputs
-from deepinfer.speculation.drafter import Drafts, Round
+from deepinfer.sampling.sampler import DrawParameters
+from deepinfer.speculation.drafter import Drafts, DraftSlots, Round
 from deepinfer.speculation.slot_tokens import SlotTokens
 
 DRAFTS = 0x1F83D9ABFB41BD6B  # which random numbers of a seed draw drafts
 
 
 class HeadDrafter:
-    """A Drafter. The context rows of every step are stored by whoever runs the model, with the step."""
+    """A Drafter. The context rows of every step are stored by whoever runs the model, with the step.
 
-    def __init__(self, head: DraftHead, caches: Caches, num_drafts: int, draws: bool = False) -> None:
-        self.draws = draws
+    Args:
+        probabilities: float32 [slots, K, V], which gets what the drafts of each slot are drawn from; None: they are the
+            most likely tokens.
+    """
+
+    def __init__(self, head: DraftHead, caches: Caches, num_drafts: int, probabilities: Tensor | None = None) -> None:
+        self.probabilities = probabilities
         self.head = head
         self.caches = caches
         self.num_drafts = num_drafts
-        self.run: Callable[[SlotTokens, Tensor], Drafts] = self.draft_slots
+        self.run: DraftSlots = self.draft_slots
 
     def prefilled(self, inputs: ModelInputs) -> None:
         """Nothing to do: the context rows are in the caches."""
@@ -38,30 +43,25 @@ class HeadDrafter:
         """Nothing to do: rows behind the last token are overwritten."""
 
     def draft(self, state: SlotTokens, round: Round) -> Drafts:
-        if round.drawing is None:
-            return self.run(state, round.slots)
-        # A sequence is drafted for at most once at each length, so no random number serves two drafts.
-        sampling = DraftSampling(
-            *round.drawing[:5], round.drawing.seeds ^ DRAFTS, state.lengths[round.slots] * self.head.block_size
-        )
-        return self._draft(state, round.slots, sampling)
+        return self.run(state, round.slots, round.drawing)
 
     @torch.inference_mode()
-    def draft_slots(self, state: SlotTokens, slots: Tensor) -> Drafts:
+    def draft_slots(self, state: SlotTokens, slots: Tensor, drawing: DrawParameters | None = None) -> Drafts:
         """Drafts of the sequences in these slots, int64 [S]; the latest token of each is not in the caches yet."""
-        return self._draft(state, slots, None)
-
-    def _draft(self, state: SlotTokens, slots: Tensor, sampling: DraftSampling | None) -> Drafts:
         last = (state.lengths[slots] - 2).clamp_min(0)  # the null slot has no tokens
+        sampling = None
+        if drawing is not None:
+            # A sequence is drafted for at most once at each length, so no random number serves two drafts.
+            counters = state.lengths[slots] * self.head.block_size
+            sampling = DraftSampling(*drawing[:5], drawing.seeds ^ DRAFTS, counters)
         draft = self.head.draft(last, state.tokens[slots, 0], slots.to(torch.int32), self.caches, sampling)
-        probabilities = None
-        if sampling is not None and draft.logits is not None:
-            shape = len(slots), self.num_drafts, draft.logits.shape[2]
+        if drawing is not None and draft.logits is not None and self.probabilities is not None:
             logits = draft.logits[:, : self.num_drafts].flatten(0, 1)
-            rows = [t.repeat_interleave(self.num_drafts) for t in (sampling.temperature, sampling.num_candidates)]
-            rows += [t.repeat_interleave(self.num_drafts) for t in (sampling.top_p, sampling.min_p)]
-            probabilities = ops.token_probabilities(logits, *rows, True).view(shape)
-        return Drafts(draft.tokens[:, : self.num_drafts], draft.confidences[:, : self.num_drafts], probabilities)
+            rows = [t.repeat_interleave(self.num_drafts) for t in (drawing.temperature, drawing.num_candidates)]
+            rows += [t.repeat_interleave(self.num_drafts) for t in (drawing.top_p, drawing.min_p)]
+            drawn_from = ops.token_probabilities(logits, *rows, True)
+            self.probabilities[slots] = drawn_from.view(len(slots), self.num_drafts, -1)
+        return Drafts(draft.tokens[:, : self.num_drafts], draft.confidences[:, : self.num_drafts])
 
     def survival(self, scores: list[float]) -> list[float]:
         result, chance = [], 1.0

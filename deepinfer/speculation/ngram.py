@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 
 import torch
+from torch import Tensor
 
 from deepinfer.config.speculative import SpeculativeConfig
 from deepinfer.kernels import ops
@@ -26,7 +27,7 @@ class NgramDrafter:
         max_model_len: most tokens of a sequence.
     """
 
-    draws = False
+    probabilities: Tensor | None = None
 
     def __init__(
         self,

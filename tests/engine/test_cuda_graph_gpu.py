@@ -13,12 +13,14 @@ import torch
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.cuda_graph import DecodeGraphs
+from deepinfer.engine.draft_graphs import DraftGraphs
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import resolve_model
 from deepinfer.engine.runner import ModelRunner, compute_dtype
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.registry import Model, load_model
 from deepinfer.params import SamplingParams
+from deepinfer.sampling.sampler import DrawParameters
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,15 +39,17 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @lru_cache
-def loaded(dtype: torch.dtype) -> Model:
+def loaded(dtype: torch.dtype, with_head: bool) -> Model:
     """All runners share the weights: loading takes longer than most tests."""
-    return load_model(resolve_model("nano"), dtype, "cuda", None)
+    return load_model(resolve_model("nano"), dtype, "cuda", None, with_head)
 
 
 def nano(**options: object) -> ModelRunner:
     """A runner of few captured shapes."""
     config = EngineConfig(device="cuda", **{"max_model_len": 2048, **options})  # type: ignore[arg-type]
-    return ModelRunner(loaded(compute_dtype(config)), config)
+    speculative = config.speculative_config
+    with_head = speculative is not None and speculative.method == "dspark"
+    return ModelRunner(loaded(compute_dtype(config), with_head), config)
 
 
 def cache_tensors(runner: ModelRunner) -> list[torch.Tensor]:
@@ -58,7 +62,7 @@ def cache_tensors(runner: ModelRunner) -> list[torch.Tensor]:
 def test_a_replay_is_the_eager_step_bit_for_bit(dtype: str) -> None:
     runner = nano(dtype=dtype, max_num_seqs=12, cuda_graphs=True)
     graphs = runner.graphs
-    assert isinstance(graphs, DecodeGraphs) and graphs.capture_seconds > 0
+    assert isinstance(graphs, DecodeGraphs) and graphs.cost.seconds > 0
     chosen = random.Random(0)
     for _ in range(2):
         for shape in graphs.shapes:
@@ -86,7 +90,7 @@ def test_a_replayed_chunk_is_the_eager_chunk_bit_for_bit(mode: str) -> None:
         yoco_prefill_keep_tokens=200,
     )  # fmt: skip
     chunks = runner.prefill_graphs
-    assert chunks is not None and chunks.capture_seconds > 0
+    assert chunks is not None and chunks.cost.seconds > 0
     assert {shape.kept for shape in chunks.shapes} == ({256} if mode == "off" else {0, 200})
     for shape in chunks.shapes:
         start = 0 if shape.is_first else shape.blocks * runner.config.block_size - 256
@@ -149,6 +153,47 @@ def test_overlap_and_graphs_change_no_token() -> None:
             got[graphs, overlap], preemptions = answers(runner, 2, 10)
             assert preemptions > 0
     assert all(tokens == got[True, True] for tokens in got.values())
+
+
+def with_head(draft_sample_method: str) -> ModelRunner:
+    speculative = {"method": "dspark", "draft_sample_method": draft_sample_method, "variable_length": False}
+    return nano(cuda_graphs=True, max_num_seqs=6, speculative_config=speculative, **EXACT)
+
+
+def test_drafts_of_a_graph_are_those_that_are_launched_one_by_one() -> None:
+    """Of every captured size, drawn, and what they were drawn from."""
+    runner = with_head("probabilistic")
+    engine = Engine(runner, runner.config, runner.eos_token_ids)
+    drafter = engine.speculation.drafter
+    graphs = drafter.run
+    assert isinstance(graphs, DraftGraphs) and graphs.cost.seconds > 0 and graphs.sizes == [1, 2, 4, 6]
+    assert engine.stats().cuda_graph_seconds > graphs.cost.seconds + runner.graphs.cost.seconds
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    state = graphs.state
+    for size in graphs.sizes:
+        slots = torch.randperm(6, generator=generator, device="cuda")[:size] + 1
+        state.tokens[slots, 0] = torch.randint(3, 5000, (size,), generator=generator, device="cuda")
+        state.lengths[slots] = torch.randint(3, 40, (size,), generator=generator, device="cuda")
+        shares = torch.rand(size, generator=generator, device="cuda", dtype=torch.float64)
+        seeds = torch.randint(1 << 40, (size,), generator=generator, device="cuda")
+        whole = torch.full_like(seeds, runner.vocab_size)
+        drawing = DrawParameters(
+            0.3 + shares, whole, 0, 1 - 0.3 * shares, 0.02 * shares, seeds, torch.zeros_like(seeds)
+        )
+        expected = drafter.draft_slots(state, slots, drawing)
+        drawn_from = drafter.probabilities[slots].clone()
+        drafter.probabilities.fill_(torch.nan)
+        got = graphs(state, slots, drawing)
+        assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.scores, expected.scores)
+        assert torch.equal(drafter.probabilities[slots], drawn_from) and (drawn_from.sum(-1) > 0.99).all()
+        few = drawing._replace(num_candidates=torch.full_like(seeds, 1), most_candidates=1)
+        assert torch.equal(graphs(state, slots, few).tokens, drafter.draft_slots(state, slots).tokens)
+
+
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
+def test_the_second_runner_changes_no_greedy_token(draft_sample_method: str) -> None:
+    expected, _ = answers(nano(cuda_graphs=True, max_num_seqs=6, **EXACT), 4, 12)
+    assert answers(with_head(draft_sample_method), 4, 12)[0] == expected
 
 
 def test_overlap_gives_the_same_bits() -> None:

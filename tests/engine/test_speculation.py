@@ -33,7 +33,7 @@ class TellTale:
     It checks that the device knows what it must: its text is that of a sequence, with nothing that was not accepted.
     """
 
-    draws = False
+    probabilities = None
 
     def __init__(self, num_drafts: int, num_slots: int, texts: list[list[int]], honesty: float, seed: int) -> None:
         self.num_drafts = num_drafts

@@ -29,10 +29,9 @@ REQUESTS = 3000
 class Roulette:
     """A Drafter that draws from distributions of its own, and whose chances tell what was drawn before them."""
 
-    draws = True
-
     def __init__(self, num_drafts: int, is_honest: bool) -> None:
         self.num_drafts = num_drafts
+        self.probabilities = torch.zeros(61, num_drafts, VOCAB_SIZE)
         self.is_honest = is_honest  # about the distributions that it drew from
         self.generator = torch.Generator().manual_seed(1)
         self.taste = 2 * torch.randn(num_drafts, VOCAB_SIZE, generator=self.generator)  # what it always prefers
@@ -54,8 +53,8 @@ class Roulette:
         # The chance of a draft may follow from those before it: here even numbers promise much.
         behind = torch.where(tokens[:, :-1] % 2 == 0, 0.99, 0.05)
         scores = torch.cat((torch.full((count, 1), 0.9), behind), dim=1)
-        said = probabilities if self.is_honest else torch.full_like(probabilities, 1 / VOCAB_SIZE)
-        return Drafts(tokens, scores, said)
+        self.probabilities[round.slots] = probabilities if self.is_honest else 1 / VOCAB_SIZE
+        return Drafts(tokens, scores)
 
     def survival(self, scores: list[float]) -> list[float]:
         return np.cumprod(scores).tolist()

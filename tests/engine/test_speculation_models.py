@@ -148,7 +148,7 @@ def test_the_probabilities_of_drafts_that_are_drawn_are_planned_for(monkeypatch:
     engines = [
         make_engine({"method": "dspark", "draft_sample_method": method}) for method in ("greedy", "probabilistic")
     ]
-    greedy, drawn = (engine.speculation.draft_probabilities for engine in engines)
+    greedy, drawn = (engine.speculation.drafter.probabilities for engine in engines)
     num_slots = engines[1].config.max_num_seqs + 1
     assert greedy is None and (planned[1] - planned[0]) * num_slots == drawn.nbytes > 0
 
