@@ -1,6 +1,6 @@
-"""FP8 matrix products on one Hopper GPU: dense, grouped with MXFP4 experts, indexer logits; beside DeepGEMM.
+"""FP8 and BF16 products on one Hopper GPU: dense, grouped, with MXFP4 experts, indexer logits; beside DeepGEMM.
 
-python -m deepinfer.bench.deep_gemm [--save FOLDER] [--only dense,linears,grouped,experts,logits,engine]
+python -m deepinfer.bench.deep_gemm [--save FOLDER] [--only dense,linears,groups,grouped,experts,logits,engine]
 
 DeepGEMM (package tokenspeed-deepgemm) is measured where it can be imported. Medians of CUDA graph replays on random
 data, several input sets where one would stay in L2, clocks left alone.
@@ -12,30 +12,28 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.bench.cuda_timing import copy_bandwidth, time_us
 from deepinfer.bench.decode import measure_batch
-from deepinfer.bench.results import RESULTS_DIR, Record, measured, save
+from deepinfer.bench.gemm_baselines import COMMAND, E4M3, baseline_us, faster, import_deep_gemm, random_fp8, record
+from deepinfer.bench.gemm_logits import logits
+from deepinfer.bench.results import RESULTS_DIR, Record, save
 from deepinfer.bench.synthetic import benchmark_engine, synthetic_config, synthetic_model
 from deepinfer.config.engine import EngineConfig
 from deepinfer.kernels import ops
 from deepinfer.kernels.deep_gemm.activations import quantize_rows
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
 from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm, row_scales_layout
-from deepinfer.kernels.deep_gemm.linear import Fp8Weight, fp8_linear
+from deepinfer.kernels.deep_gemm.group_gemm import bf16_gemm, grouped_bf16_gemm, grouped_fp8_gemm
+from deepinfer.kernels.deep_gemm.linear import Fp8Weight, fp8_linear, fp8_product
 from deepinfer.kernels.deep_gemm.moe import routed_experts
 from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gate_up, grouped_gemm
-from deepinfer.kernels.deep_gemm.mqa_logits import PAGE, PAGE_BYTES, mqa_logits, paged_mqa_logits
 
-COMMAND = "python -m deepinfer.bench.deep_gemm"
-PART = "4B"
-E4M3 = torch.float8_e4m3fn
 DIM, INNER, EXPERTS, ACTIVE = 5120, 2304, 384, 6
-HEADS, INDEX_DIM = 32, 128
 
 # M, N, K, input sets: the plan's three, then V4.1-Flash's linears (wq_b, wkv, shared experts, indexer.wq_b).
 DENSE = [
@@ -50,58 +48,6 @@ DENSE = [
     (64, 5120, 5120, 4),
     (16, 5120, 5120, 4),
 ]
-
-
-def import_deep_gemm() -> Any:
-    """The module, or None where it is not installed."""
-    try:
-        import deep_gemm
-
-        return deep_gemm
-    except ImportError:
-        return None
-
-
-def baseline_us(runs: list[Callable[[], object]]) -> float | None:
-    """Median microseconds, or None (and the reason printed) if the baseline does not run here."""
-    try:
-        return time_us(runs)
-    except Exception as error:  # whatever a foreign package raises
-        print(f"baseline failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        return None
-
-
-def random_fp8(rows: int, columns: int) -> Tensor:
-    return torch.randn(rows, columns, device="cuda").to(E4M3)
-
-
-def record(name: str, unit: str, value: float, baseline: tuple[str, float | None], target: float | None) -> Record:
-    """One record; without a baseline value there is no target."""
-    known = baseline[1] is not None
-    return measured(
-        name,
-        part=PART,
-        unit=unit,
-        value=value,
-        command=COMMAND,
-        baseline_name=baseline[0] if known else None,
-        baseline_value=baseline[1],
-        target=target if known else None,
-    )
-
-
-def faster(name: str, us: float, baseline: tuple[str, float]) -> Record:
-    """A time beside another's; the smaller the better."""
-    return measured(
-        name,
-        part=PART,
-        unit="us",
-        value=us,
-        higher_is_better=False,
-        command=COMMAND,
-        baseline_name=baseline[0],
-        baseline_value=baseline[1],
-    )
 
 
 # ------------------------------------------------------------------ dense
@@ -119,7 +65,7 @@ def dense() -> Iterator[Record]:
             a_scales = row_scales_layout(torch.rand(m, k // 128, device="cuda"))
             b_scales = torch.rand(-(-n // 128), k // 128, device="cuda")
             out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-            ours.append(partial(fp8_gemm, a, a_scales, b, b_scales, out))
+            ours.append(partial(fp8_product, a, a_scales, b, b_scales, out))
             if deep_gemm is not None:
                 theirs.append(partial(deep_gemm.fp8_gemm_nt, (a, a_scales), (b, b_scales), out))
             scales = torch.rand(m, 1, device="cuda"), torch.rand(1, n, device="cuda")
@@ -155,6 +101,40 @@ def linears() -> Iterator[Record]:
 
 
 # ------------------------------------------------------------------ grouped
+
+
+def groups() -> Iterator[Record]:
+    """BF16, dense and of 48 groups of rows; FP8 x FP8 of the same groups."""
+    for m, n, k, sets in ((8192, 8192, 8192, 1), (4096, 5120, 5120, 2), (128, 5120, 5120, 4), (16, 5120, 5120, 4)):
+        x = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+        w = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+        flops = 2.0 * m * n * k / 1e6
+        us, torch_us = (time_us([partial(f, *pair) for pair in zip(x, w, strict=True)]) for f in (bf16_gemm, F.linear))
+        baseline = ("torch.nn.functional.linear", flops / torch_us)
+        yield record(f"BF16 GEMM, {m} x {n} x {k}", "TFLOP/s", flops / us, baseline, None)
+    deep_gemm, count = import_deep_gemm(), 48
+    weights = torch.randn(count, INNER, DIM, device="cuda", dtype=torch.bfloat16)
+    fp8_weights = weights.to(E4M3)
+    w_scales = torch.rand(count, INNER // 128, DIM // 128, device="cuda")
+    for each in (8, 64, 512):
+        counts = torch.full((count,), each, dtype=torch.int32, device="cuda")
+        begins = counts.cumsum(0).int() - counts
+        wide = torch.randn(count * each, DIM, device="cuda", dtype=torch.bfloat16)
+        flops = 2.0 * count * each * INNER * DIM / 1e6
+        us = time_us([partial(grouped_bf16_gemm, wide, begins, counts, weights)])
+        torch_us = time_us([partial(torch.bmm, wide.view(count, each, DIM), weights.transpose(1, 2))])
+        title = f"of {count} groups of {each} rows, 5120 to 2304"
+        yield record(f"BF16 GEMM {title}", "TFLOP/s", flops / us, ("torch.bmm", flops / torch_us), None)
+        values, scales = wide.to(E4M3), row_scales_layout(torch.rand(count * each, DIM // 128, device="cuda"))
+        us = time_us([partial(grouped_fp8_gemm, values, scales, begins, counts, fp8_weights, w_scales)])
+        theirs = None
+        if deep_gemm is not None:
+            out = torch.empty(count, each, INNER, dtype=torch.bfloat16, device="cuda")
+            masked = values.view(count, each, DIM), torch.rand(count, DIM // 128, each, device="cuda").transpose(1, 2)
+            call = deep_gemm.m_grouped_fp8_gemm_nt_masked
+            theirs = baseline_us([partial(call, masked, (fp8_weights, w_scales), out, counts, each)])
+        entry = ("DeepGEMM grouped masked FP8", theirs and flops / theirs)
+        yield record(f"FP8 GEMM {title}", "TFLOP/s", flops / us, entry, None)
 
 
 def random_experts(rows: int, columns: int, gate_up: bool) -> ExpertWeights:
@@ -266,54 +246,6 @@ def experts() -> Iterator[Record]:
         del stored, arranged
 
 
-# ------------------------------------------------------------------ logits
-
-
-def logits(context: int = 32768) -> Iterator[Record]:
-    """32 heads of 128: prefill of 4,096 tokens at the end of 32K keys, and decode of 64 sequences of 32K keys."""
-    deep_gemm = import_deep_gemm()
-    tokens = 4096
-    q = torch.randn(tokens, HEADS, INDEX_DIM, device="cuda").to(E4M3)
-    keys, key_scales = random_fp8(context, INDEX_DIM), torch.rand(context, device="cuda")
-    weights = torch.randn(tokens, HEADS, device="cuda")
-    ends = torch.arange(context - tokens + 1, context + 1, dtype=torch.int32, device="cuda")
-    starts = torch.zeros_like(ends)
-    flops = 2.0 * float(ends.sum()) * HEADS * INDEX_DIM / 1e6
-    for clean in (True, False):
-        us = time_us([partial(mqa_logits, q, keys, key_scales, weights, starts, ends, clean)])
-        theirs = None
-        if deep_gemm is not None:
-            theirs = baseline_us(
-                [partial(deep_gemm.fp8_mqa_logits, q, (keys, key_scales), weights, starts, ends, clean)]
-            )
-        name = f"indexer logits, prefill {tokens} x {context}, " + ("-inf elsewhere" if clean else "seen keys only")
-        yield record(name, "TFLOP/s", flops / us, ("DeepGEMM", theirs and flops / theirs), 0.9)
-
-    sequences, bandwidth = 64, copy_bandwidth()
-    pages = torch.randint(0, 100, (sequences * context // PAGE, PAGE_BYTES), dtype=torch.uint8, device="cuda")
-    pages[:, PAGE * INDEX_DIM :] = torch.rand(pages.shape[0], PAGE, device="cuda").view(torch.uint8)
-    table = torch.randperm(pages.shape[0], device="cuda").view(sequences, -1).int().contiguous()
-    for queries in (1, 2, 6):
-        q = torch.randn(sequences, queries, HEADS, INDEX_DIM, device="cuda").to(E4M3)
-        weights = torch.randn(sequences * queries, HEADS, device="cuda")
-        visible = torch.full((sequences * queries,), context, dtype=torch.int32, device="cuda")
-        us = time_us([partial(paged_mqa_logits, q, pages, weights, visible, table, context)])
-        moved = pages.numel() + sequences * queries * context * 4
-        theirs = None
-        if deep_gemm is not None and queries <= 2:
-            lengths = visible.view(sequences, queries)
-            plan = deep_gemm.get_paged_mqa_logits_metadata(
-                lengths, PAGE, torch.cuda.get_device_properties(0).multi_processor_count
-            )
-            cache = pages.view(-1, PAGE, 1, INDEX_DIM + 4)
-            call = deep_gemm.fp8_paged_mqa_logits
-            theirs = baseline_us([partial(call, q, cache, weights, lengths, table, plan, context, False)])
-        name = f"indexer logits, paged decode {sequences} x {context}, {queries} token(s) a sequence"
-        yield record(name, "calls/s", 1e6 / us, ("DeepGEMM", theirs and 1e6 / theirs), 0.9)
-        baseline = ("copy, bytes read and written", bandwidth / 1e12)
-        yield record(f"{name}, bandwidth", "TB/s", moved / us / 1e6, baseline, None)
-
-
 # ------------------------------------------------------------------ engine
 
 
@@ -344,6 +276,7 @@ def engine() -> Iterator[Record]:
 SECTIONS: dict[str, Callable[[], Iterator[Record]]] = {
     "dense": dense,
     "linears": linears,
+    "groups": groups,
     "grouped": grouped,
     "experts": experts,
     "logits": logits,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
@@ -31,14 +29,17 @@ from deepinfer.kernels.reference.quant import (
     quantize_fp8_weight,
     unpack_mxfp4_row,
 )
-
-gpu = pytest.mark.gpu
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+from tests.kernels.matrix_cases import (
+    E4M3,
+    TOLERANCE,
+    dequantize,
+    gpu,
+    hopper,
+    quantize,
+    random_matrix,
+    ranges,
+    relative_error,
 )
-E4M3 = torch.float8_e4m3fn
-# Tensor cores add FP8 products with 14 bits or so; results are rounded to BF16 (2^-9).
-TOLERANCE = 4e-3
 
 
 @pytest.fixture(autouse=True)
@@ -46,32 +47,6 @@ def poisoned_memory():
     """Freed GPU memory holds NaN, so that an output that was not written shows."""
     if torch.cuda.is_available():
         torch.full((1 << 26,), float("nan"), device="cuda")
-
-
-def relative_error(result: Tensor, expected: Tensor) -> float:
-    assert torch.isfinite(result.float()).all()
-    return ((result.double() - expected).norm() / expected.norm().clamp_min(1e-300)).item()
-
-
-def quantize(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """E4M3 with one scale for `rows` x 128 values."""
-    m, k = x.shape
-    blocks = torch.nn.functional.pad(x, (0, -k % 128, 0, -m % rows)).unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
-    scales = blocks.abs().amax((1, 3)).clamp_min(1e-30) / 448
-    values = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:m, :k]
-    return values.to(E4M3).contiguous(), scales.contiguous()
-
-
-def dequantize(values: Tensor, scales: Tensor, rows: int = 1) -> Tensor:
-    wide = scales.double().repeat_interleave(rows, 0)[: values.shape[0]]
-    return values.double() * wide.repeat_interleave(128, 1)[:, : values.shape[1]]
-
-
-def random_matrix(g: torch.Generator, m: int, k: int, spread: float) -> Tensor:
-    """Rows and pieces of 128 columns of very different size."""
-    x = torch.randn(m, k, generator=g) * torch.exp(spread * torch.randn(m, 1, generator=g))
-    pieces = torch.exp(spread * torch.randn(m, -(-k // 128), generator=g))
-    return (x * pieces.repeat_interleave(128, 1)[:, :k]).cuda()
 
 
 # ------------------------------------------------------------------ dense
@@ -150,22 +125,29 @@ def test_dense_product_with_a_scale_a_row_of_b(shape):
 
 @gpu
 @hopper
+@pytest.mark.parametrize("by_row", [True, False], ids=["rows", "blocks"])
 @pytest.mark.parametrize("blocks", [None, 1, 2, 3, 7, 50, 131])
 @pytest.mark.parametrize("shape", [(136, 128), (64, 1312), (1792, 5120), (520, 6144)])
-def test_product_of_few_rows(shape, blocks):
+def test_product_of_few_rows(shape, blocks, by_row):
     """Any number of rows, each of which does not depend on the others; also while the rounding still runs."""
     n, k = shape
     g = torch.Generator().manual_seed(n + k)
-    x = random_matrix(g, 64, k, 1.0).bfloat16()
-    w, w_scales = quantize(random_matrix(g, n, k, 1.0), 1)
-    w_scales = w_scales.amax(1).contiguous()
+    x = random_matrix(g, 128, k, 1.0).bfloat16()
+    w, w_scales = quantize(random_matrix(g, n, k, 1.0), 1 if by_row else 128)
+    wide_w = dequantize(w, w_scales, 128)
+    if by_row:
+        w_scales = w_scales.amax(1).contiguous()
+        wide_w = w.double() * w_scales.double()[:, None]
     values, scales = quantize_rows(x)
-    expected = dequantize(values, scales) @ (w.double() * w_scales.double()[:, None]).T
-    result = fp8_few_rows(values, scales, w, w_scales, blocks)
+    expected = dequantize(values, scales) @ wide_w.T
+    result = fp8_few_rows(values, scales, w, w_scales, blocks=blocks)
     assert relative_error(result, expected) < TOLERANCE
-    for m in (1, 3, 8, 9, 16, 31, 33, 64):
-        assert torch.equal(fp8_few_rows(*quantize_rows(x[:m]), w, w_scales, blocks), result[:m])
-        assert torch.equal(fp8_few_rows(values[:m], scales[:m], w, w_scales, blocks, False), result[:m])
+    wide = torch.full((128, n + 8), float("nan"), dtype=torch.bfloat16, device="cuda")
+    for m in (1, 3, 8, 9, 16, 31, 33, 64, 65, 128):
+        assert torch.equal(fp8_few_rows(*quantize_rows(x[:m]), w, w_scales, blocks=blocks), result[:m])
+        out = wide[:m, :n].fill_(float("nan"))
+        fp8_few_rows(values[:m], scales[:m], w, w_scales, out, blocks=blocks, starts_early=False)
+        assert torch.equal(out, result[:m]) and wide[:, n:].isnan().all()
 
 
 @gpu
@@ -301,14 +283,6 @@ def test_weights_that_cannot_be_arranged(gate_up, rows, columns, message):
         arrange(packed, torch.zeros(1, rows, columns // 32, dtype=torch.uint8), gate_up)
 
 
-def ranges(counts: Sequence[int], room: int | None = None) -> tuple[Tensor, Tensor, int]:
-    """begins, counts and the rows of x; contiguous, or each expert with `room` rows."""
-    count = torch.tensor(counts, dtype=torch.int32)
-    begins = count.cumsum(0) - count if room is None else torch.arange(len(counts)) * room
-    total = int(count.sum()) if room is None else room * len(counts)
-    return begins.int().cuda(), count.cuda(), total
-
-
 GROUPS = [
     # rows, columns, counts
     (256, 128, [16, 0, 5]),
@@ -352,6 +326,19 @@ def test_grouped_product(rows, columns, counts, room, each_kernel):
         scattered = torch.full_like(out, float("nan"))
         grouped_gemm(x, x_scales, begins, count, arrange(packed, scales), scattered, order)
         assert torch.equal(scattered[order.long()][written], out[written])
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("rows", [1, 130])
+def test_dense_product_with_fp4_weights(rows):
+    """Without tables there is one expert, with all rows."""
+    torch.manual_seed(rows)
+    packed, scales = random_experts(1, 600, 480, 6, "cuda")
+    x, x_scales = quantize(random_matrix(torch.Generator().manual_seed(rows), rows, 480, 1.0), 1)
+    out = grouped_gemm(x, x_scales, None, None, arrange(packed, scales))
+    expected = dequantize(x, x_scales) @ dequantize_fp4_weight(packed, scales, torch.float64)[0].T
+    assert relative_error(out, expected) < TOLERANCE
 
 
 @gpu

@@ -41,11 +41,18 @@ DEVICE Codes load_codes(u32 tile, int rows_64, int warp, int lane) {
     return codes;
 }
 
+// E4M3 of these magnitudes, negative where the bytes of `signs` have their top bit. In one instruction: the compiler would
+// keep the masked signs for the rare case below, in registers that are needed.
+DEVICE u32 with_signs(u32 magnitudes, u32 signs) {
+    u32 values;
+    asm("lop3.b32 %0, %1, %2, 0x80808080, 0xF8;" : "=r"(values) : "r"(magnitudes), "r"(signs));
+    return values;
+}
 // The permutation looks at the lower 16 bits of its selector only.
 DEVICE void widen_word(u32 word, uint2 magnitudes, u32& low, u32& high) {
     const u32 selectors = word & 0x77777777u;
-    low = permute(magnitudes.x, magnitudes.y, selectors) | (word & 0x80808080u);
-    high = permute(magnitudes.x, magnitudes.y, selectors >> 16) | (word << 4 & 0x80808080u);
+    low = with_signs(permute(magnitudes.x, magnitudes.y, selectors), word);
+    high = with_signs(permute(magnitudes.x, magnitudes.y, selectors >> 16), word << 4);
 }
 
 // Operands of four products of 32 columns.

@@ -1,4 +1,5 @@
-// out [M, N] BF16 = x [M, K] w [N, K]^T for few rows x, both E4M3; scales of x for 1 x 128 values, of w one a row.
+// out [M, N] BF16 = x [M, K] w [N, K]^T for few rows x, both E4M3; scales of x for 1 x 128 values, of w one a row or one for
+// 128 x 128 (BLOCK_SCALES).
 //
 // Bound by the bandwidth of the weights: they are the rows of the tensor cores' product (128 a tile), the rows of x its
 // columns (TOKENS). One warp feeds pieces of 128 x 128 weights into a ring of STAGES buffers, two warpgroups multiply 64
@@ -8,7 +9,7 @@
 // M: a row's result does not depend on the others.
 //
 // With programmatic dependent launch the ring is filled with weights while the kernel before, which makes x, still runs.
-// Macros: TOKENS (8, 16, 32, 64), STAGES.
+// Macros: TOKENS (8, 16, 32, 64, 128), BLOCK_SCALES, STAGES.
 
 #include "products.cuh"
 #include "tma.cuh"
@@ -26,7 +27,7 @@
 
 struct Params {
     u8* out;
-    const float* w_scales;  // [N]
+    const float* w_scales;  // [N], or [ceil(N / 128), ceil(K / 128)]
     float4* left;           // [blocks, SUMS / 4, THREADS]: sums of unfinished tiles
     int* flags;             // [blocks]: 1 while there are some; 0 before and after the launch
     long long out_stride;   // bytes
@@ -42,9 +43,9 @@ struct Ring {
 };
 
 // First piece of a block's run.
-DEVICE int run_begin(const Params& p, int block) {
-    const long long pieces = (long long)((p.n + ROWS - 1) / ROWS) * ((p.k + 127) / 128);
-    return (int)(pieces * block / gridDim.x);
+DEVICE int run_begin(const Params& p, u32 block) {
+    const u32 pieces = (p.n + ROWS - 1) / ROWS * ((p.k + 127) / 128);  // times blocks: below 2^32
+    return pieces * block / gridDim.x;
 }
 
 // The tiles of this block's run, last one first: pieces k_begin to k_end of each.
@@ -90,12 +91,16 @@ DEVICE void feed(const Params& p, const TensorMap* w_map, const TensorMap* x_map
     }
 }
 
-DEVICE void multiply_pieces(float (&total)[SUMS], u32 shared, u32 full, u32 empty, Ring& ring, int pieces, int group,
-                            int lane) {
+DEVICE void multiply_pieces(float (&total)[SUMS], const Params& p, const Walk& walk, u32 shared, u32 full, u32 empty,
+                            Ring& ring, int group, int lane) {
     float sum[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; i++) total[i] = 0.0f;
-    for (int i = 0; i < pieces; i++, ring.next()) {
+    const float* w_scales = p.w_scales + walk.tile * walk.k_blocks;
+    float w_scale = 1.0f, w_scale_ahead = BLOCK_SCALES ? __ldg(w_scales + walk.k_begin) : 1.0f;
+    for (int k = walk.k_begin; k < walk.k_end; k++, ring.next()) {
+        w_scale = w_scale_ahead;
+        if (BLOCK_SCALES) w_scale_ahead = __ldg(w_scales + min(k + 1, walk.k_end - 1));
         barrier_wait(full + ring.stage * 8, ring.parity);
         const u64 w = matrix_descriptor(shared + ring.stage * STAGE_BYTES + group * 64 * 128);
         const u64 x = matrix_descriptor(shared + ring.stage * STAGE_BYTES + W_BYTES);
@@ -107,7 +112,10 @@ DEVICE void multiply_pieces(float (&total)[SUMS], u32 shared, u32 full, u32 empt
         const u32 scales = shared + SCALES + ring.stage * SCALE_ROOM + lane % 4 * 8;
         float2 scale[TOKENS / 8];
 #pragma unroll
-        for (int j = 0; j < TOKENS / 8; j++) scale[j] = load_float2(scales + 32 * j);
+        for (int j = 0; j < TOKENS / 8; j++) {
+            scale[j] = load_float2(scales + 32 * j);
+            if (BLOCK_SCALES) scale[j].x *= w_scale, scale[j].y *= w_scale;
+        }
         fence_registers(sum);
         wgmma_wait<0>();
         fence_registers(sum);
@@ -129,33 +137,34 @@ DEVICE void leave(const Params& p, const float (&total)[SUMS]) {
 #pragma unroll
     for (int j = 0; j < SUMS / 4; j++)
         own[j * THREADS] = make_float4(total[4 * j], total[4 * j + 1], total[4 * j + 2], total[4 * j + 3]);
-    __threadfence();
-    named_sync(1, THREADS);
+    named_sync(1, THREADS);  // the release covers what all threads stored before
     if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(p.flags + blockIdx.x) : "memory");
 }
 
-// Adds what the blocks before left of this tile: theirs first.
+// Adds what the blocks before left of this tile: theirs first, in their order.
 DEVICE void add_left(const Params& p, float (&total)[SUMS], int first_piece) {
-    int block = blockIdx.x;
-    while (block > 0 && run_begin(p, block) > first_piece) block--;
+    int first = blockIdx.x;
+    while (first > 0 && run_begin(p, first) > first_piece) first--;
+    const int parts = blockIdx.x - first, thread = threadIdx.x;
+    if (thread < parts) {  // all wait at the same time; a grid has fewer blocks than a block has threads
+        int flag = 0;
+        while (!flag) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(flag) : "l"(p.flags + first + thread) : "memory");
+    }
+    named_sync(1, THREADS);
+    const float4* theirs = p.left + (long long)first * (SUMS / 4) * THREADS + thread;
     float sum[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
-    for (; block < (int)blockIdx.x; block++) {
-        if (threadIdx.x == 0) {
-            int flag = 0;
-            while (!flag) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(flag) : "l"(p.flags + block) : "memory");
-        }
-        named_sync(1, THREADS);
-        const float4* theirs = p.left + (long long)block * (SUMS / 4) * THREADS + threadIdx.x;
+    constexpr int AT_ONCE = TOKENS > 64 ? 1 : 3;
+#pragma unroll AT_ONCE
+    for (int part = 0; part < parts; part++, theirs += (SUMS / 4) * THREADS) {
 #pragma unroll
         for (int j = 0; j < SUMS / 4; j++) {
             const float4 x = __ldcg(theirs + j * THREADS);
             sum[4 * j] += x.x, sum[4 * j + 1] += x.y, sum[4 * j + 2] += x.z, sum[4 * j + 3] += x.w;
         }
-        named_sync(1, THREADS);
-        if (threadIdx.x == 0) p.flags[block] = 0;
     }
+    if (thread < parts) p.flags[first + thread] = 0;
 #pragma unroll
     for (int i = 0; i < SUMS; i++) total[i] = sum[i] + total[i];
 }
@@ -166,7 +175,7 @@ DEVICE void write(const Params& p, const float (&total)[SUMS], int row, int lane
     for (int i = 0; i < 2; i++) {
         const int at = row + 8 * i;
         if (at >= p.n) continue;
-        const float scale = __ldg(p.w_scales + at);
+        const float scale = BLOCK_SCALES ? 1.0f : __ldg(p.w_scales + at);
 #pragma unroll
         for (int j = 0; j < SUMS / 4; j++) {
             const int token = 8 * j + 2 * (lane % 4);
@@ -204,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     Walk walk(p);
     while (walk.next()) {
         float total[SUMS];
-        multiply_pieces(total, shared, full, empty, ring, walk.k_end - walk.k_begin, warp / 4, lane);
+        multiply_pieces(total, p, walk, shared, full, empty, ring, warp / 4, lane);
         if (walk.k_end < walk.k_blocks) {
             leave(p, total);
             continue;

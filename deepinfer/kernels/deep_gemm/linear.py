@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_gemm.activations import quantize_rows
-from deepinfer.kernels.deep_gemm.fp8_few_rows import TOKENS, fp8_few_rows
+from deepinfer.kernels.deep_gemm.fp8_few_rows import fp8_few_rows
 from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm
 from deepinfer.kernels.reference.quant import e4m3_round
 
 LARGEST = 448.0  # of E4M3
 ROWS_AT_ONCE = 4096
-FEW_ROWS = TOKENS[-1]
+FEW_ROWS = 64  # up to which the kernel for few rows is the faster
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,15 @@ class Fp8Weight:
         return Fp8Weight(self.values[rows], self.scales[rows])
 
 
+def fp8_product(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: Tensor | None = None) -> Tensor:
+    """`fp8_gemm`, or `fp8_few_rows` where a has few: a [M, K] b [N, K]^T -> BF16 [M, N].
+
+    The kernel before on the stream must be `quantize_rows`, or one that does not let this one start.
+    """
+    few = 0 < len(a) <= FEW_ROWS and a.shape[1] > 0
+    return (fp8_few_rows if few else fp8_gemm)(a, a_scales, b, b_scales, out)
+
+
 def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
     """x BF16 [N, K] @ weight.T -> BF16 [N, O]; x is rounded as `round_fp8` does. O % 8 == 0. Raises ValueError."""
-    values, scales = quantize_rows(x)
-    if 0 < len(x) <= FEW_ROWS:
-        return fp8_few_rows(values, scales, weight.values, weight.scales)
-    return fp8_gemm(values, scales, weight.values, weight.scales)
+    return fp8_product(*quantize_rows(x), weight.values, weight.scales)

@@ -52,9 +52,10 @@ struct Ring {
     }
 };
 
-// Tokens from `token` on times key tiles [first, end); sequence: row of the block table; keys: that some token sees.
+// Tokens from `token` on times key tiles [first, end); sequence: row of the block table; keys: that some token sees; all
+// tokens see the keys [all_first, all_end).
 struct Work {
-    int token, first, end, sequence, keys;
+    int token, first, end, sequence, keys, all_first, all_end;
 };
 
 // The pieces of work of this block, in order.
@@ -92,14 +93,16 @@ struct Walk {
 
 // Narrows work to the tiles in which some token sees a key.
 DEVICE Work seen_part(const Params& p, const Work& work) {
-    int low = 0x7FFFFFFF, high = 0;
+    int low = 0x7FFFFFFF, high = 0, all_first = 0, all_end = work.token + QUERY_TOKENS <= p.tokens ? p.keys : 0;
 #pragma unroll
     for (int i = 0; i < QUERY_TOKENS; i++) {  // all loads at once; a token twice does no harm
         const int t = min(work.token + i, p.tokens - 1);
         const int start = PAGED ? 0 : __ldg(p.starts + t), end = __ldg(p.ends + t);
         if (start < end) low = min(low, start), high = max(high, end);
+        all_first = max(all_first, start), all_end = min(all_end, end);
     }
     Work seen = work;
+    seen.all_first = all_first, seen.all_end = all_end;
     if (!PAGED) high = min(high, p.keys);
     seen.keys = high;
     seen.first = max(work.first, min(low, high) / KEYS);
@@ -170,8 +173,8 @@ DEVICE float2 widen_keys(u32 at, int c, u32 (&a)[4][4]) {
             if (t < 0) magnitudes = small_magnitudes[min(-1 - t, 7)];
             const u32 shifted = word << 4, selectors = word & 0x77777777u;
             const u32 low_signs = permute(word, shifted, 0x9D8C), high_signs = permute(word, shifted, 0xBFAE);
-            a[s][half] = permute(magnitudes.x, magnitudes.y, selectors) | (low_signs & 0x80808080u);
-            a[s][2 + half] = permute(magnitudes.x, magnitudes.y, selectors >> 16) | (high_signs & 0x80808080u);
+            a[s][half] = with_signs(permute(magnitudes.x, magnitudes.y, selectors), low_signs);
+            a[s][2 + half] = with_signs(permute(magnitudes.x, magnitudes.y, selectors >> 16), high_signs);
         }
     }
     return make_float2(scale[0], scale[1]);
@@ -194,18 +197,45 @@ DEVICE void weigh(const float (&d)[COLUMNS / 2], const float (&w)[TOKENS][HEADS 
     }
 }
 
-// Adds up over the quad: an even lane gets the upper row, an odd one the lower; lanes 2 and 3 store the odd tokens.
-DEVICE void write_logits(float (&sum)[TOKENS][2], const Params& p, const int (&start)[TOKENS], const int (&end)[TOKENS],
-                         int token, int key, float scale, int c) {
+#define OUTS ((TOKENS + 1) / 2)  // logits of a product that a lane writes
+
+// What a lane writes of its product: key `row` (in a tile) of every second token.
+struct Target {
+    float* out[OUTS];  // of key 0 of tile 0
+    int start[OUTS], end[OUTS];
+    DEVICE void set(const Params& p, int first_token, int row, int c) {
 #pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-        const float other = __shfl_xor_sync(~0u, c & 1 ? sum[t][0] : sum[t][1], 1);
-        float x = (c & 1 ? sum[t][1] : sum[t][0]) + other;
-        x += __shfl_xor_sync(~0u, x, 2);
-        const bool seen = key >= start[t] && key < end[t];
-        const int column = RELATIVE ? key - start[t] : key;
-        if (c / 2 == t % 2 && token + t < p.tokens && column >= 0 && column < (RELATIVE ? p.width : p.keys))
-            p.out[(token + t) * p.out_stride + column] = seen ? x * scale : MINUS_INFINITY;
+        for (int i = 0; i < OUTS; i++) {
+            const int own = 2 * i + c / 2, token = min(first_token + own, p.tokens - 1);
+            const bool exists = own < TOKENS && first_token + own < p.tokens;
+            start[i] = PAGED ? 0 : __ldg(p.starts + token);
+            end[i] = __ldg(p.ends + token);
+            out[i] = exists ? p.out + token * p.out_stride + row - (RELATIVE ? start[i] : 0) : nullptr;
+        }
+    }
+};
+
+// Adds up over the quad: an even lane gets the upper row, an odd one the lower; lanes 0 and 1 the even tokens, 2 and 3 the
+// odd ones. `all`: every token sees every key of the tile.
+DEVICE void write_logits(float (&sum)[TOKENS][2], const Params& p, const Target& target, int tile, int row, bool all, float scale,
+                         int c) {
+    float half[TOKENS + 1];
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++)
+        half[t] = (c & 1 ? sum[t][1] : sum[t][0]) + __shfl_xor_sync(~0u, c & 1 ? sum[t][0] : sum[t][1], 1);
+    half[TOKENS] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < OUTS; i++) {
+        const float even = half[2 * i], odd = half[2 * i + 1];
+        const float x = ((c & 2 ? odd : even) + __shfl_xor_sync(~0u, c & 2 ? even : odd, 2)) * scale;
+        float* out = target.out[i] + tile * KEYS;
+        if (all && TOKENS % 2 == 0) {
+            *out = x;
+            continue;
+        }
+        const int key = tile * KEYS + row, column = RELATIVE ? key - target.start[i] : key;
+        const bool seen = key >= target.start[i] && key < target.end[i];
+        if (target.out[i] && column >= 0 && column < (RELATIVE ? p.width : p.keys)) *out = seen ? x : MINUS_INFINITY;
     }
 }
 
@@ -231,12 +261,12 @@ DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
         }
         if (seen.first >= seen.end) continue;
         float w[PRODUCTS][TOKENS][HEADS / 4];
-        int start[PRODUCTS][TOKENS], end[PRODUCTS][TOKENS];
+        Target target[PRODUCTS];
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; i++) target[i].set(p, work.token + i * TOKENS, row, c);
 #pragma unroll
         for (int i = 0; i < QUERY_TOKENS; i++) {
             const int token = min(work.token + i, p.tokens - 1);
-            start[i / TOKENS][i % TOKENS] = PAGED ? 0 : __ldg(p.starts + token);
-            end[i / TOKENS][i % TOKENS] = __ldg(p.ends + token);
 #pragma unroll
             for (int j = 0; j < HEADS / 8; j++) {
                 const float2 two = __ldg((const float2*)(p.weights + (long long)token * HEADS + 8 * j + 2 * c));
@@ -250,6 +280,7 @@ DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
 #endif
         float d[PRODUCTS][COLUMNS / 2];
         for (int tile = seen.first; tile < seen.end; tile++, ring.next(STAGES)) {
+            const bool all = tile * KEYS >= seen.all_first && (tile + 1) * KEYS <= seen.all_end;
             barrier_wait(full + ring.stage * 8, ring.parity);
 #if FP4
             u32 a[4][4];
@@ -291,7 +322,7 @@ DEVICE void multiply_keys(const Params& p, const int* starts, u32 shared) {
                 if (i == PRODUCTS - 1 && lane == 0) barrier_arrive(empty + ring.stage * 8);
                 float sum[TOKENS][2];
                 weigh(d[i], w[i], sum);
-                write_logits(sum, p, start[i], end[i], work.token + i * TOKENS, tile * KEYS + row, scale, c);
+                write_logits(sum, p, target[i], tile, row, all, scale, c);
             }
         }
         __syncwarp();

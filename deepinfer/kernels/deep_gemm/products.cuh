@@ -1,4 +1,5 @@
-// Matrix products of a warpgroup on FP8 operands: d [64 x N] = a [64 x 32] b [N x 32]^T (+ d), FP32 sums. b is in shared
+// Matrix products of a warpgroup: d [64 x N] = a [64 x 32] b [N x 32]^T (+ d) on FP8 operands, FP32 sums; `multiply_wide` on
+// BF16 operands, 16 columns.  b is in shared
 // memory, the summed dimension contiguous and swizzled in 128 bytes; a is there too, or in registers. Accumulator d[4 j + i]
 // of a thread belongs to row 16 warp + lane / 4 + 8 (i / 2) and column 8 j + 2 (lane % 4) + i % 2. Four bytes a[0] in
 // registers belong to row 16 warp + lane / 4 and columns 4 (lane % 4) + 0..3; a[1] to the row 8 further, a[2] and a[3] to the
@@ -27,14 +28,16 @@
 #define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
 
-#define PRODUCT(WIDTH, COUNT, A, B, ACCUMULATE, ...)                                                    \
-    DEVICE void multiply(float (&d)[COUNT], u64 a, u64 b, int accumulate) {                             \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"                            \
-                     "wgmma.mma_async.sync.aligned.m64n" #WIDTH "k32.f32.e4m3.e4m3 {" NAMES_##COUNT "}, " A \
-                     ", " B ", p, 1, 1;\n}"                                                             \
-                     : __VA_ARGS__                                                                      \
-                     : "l"(a), "l"(b), "r"(accumulate));                                                \
+#define SHARED_PRODUCT(NAME, KIND, FLAGS, WIDTH, COUNT, A, B, ACCUMULATE, ...)                               \
+    DEVICE void NAME(float (&d)[COUNT], u64 a, u64 b, int accumulate) {                                     \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"                                \
+                     "wgmma.mma_async.sync.aligned.m64n" #WIDTH KIND " {" NAMES_##COUNT "}, " A ", " B      \
+                     ", p, 1, 1" FLAGS ";\n}"                                                               \
+                     : __VA_ARGS__                                                                          \
+                     : "l"(a), "l"(b), "r"(accumulate));                                                    \
     }
+#define PRODUCT(...) SHARED_PRODUCT(multiply, "k32.f32.e4m3.e4m3", "", __VA_ARGS__)
+#define BF16_PRODUCT(...) SHARED_PRODUCT(multiply_wide, "k16.f32.bf16.bf16", ", 0, 0", __VA_ARGS__)
 #define REGISTER_PRODUCT(WIDTH, COUNT, A, B, ACCUMULATE, ...)                                           \
     DEVICE void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b, int accumulate) {                 \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"                            \
@@ -66,3 +69,7 @@ REGISTER_PRODUCT(80, 40, "%40, %41, %42, %43", "%44", "%45", SUMS_32(0), SUMS_8(
 REGISTER_PRODUCT(96, 48, "%48, %49, %50, %51", "%52", "%53", SUMS_32(0), SUMS_16(32))
 REGISTER_PRODUCT(128, 64, "%64, %65, %66, %67", "%68", "%69", SUMS_32(0), SUMS_32(32))
 REGISTER_PRODUCT(160, 80, "%80, %81, %82, %83", "%84", "%85", SUMS_32(0), SUMS_32(32), SUMS_16(64))
+BF16_PRODUCT(16, 8, "%8", "%9", "%10", SUMS_8(0))
+BF16_PRODUCT(32, 16, "%16", "%17", "%18", SUMS_16(0))
+BF16_PRODUCT(64, 32, "%32", "%33", "%34", SUMS_32(0))
+BF16_PRODUCT(128, 64, "%64", "%65", "%66", SUMS_32(0), SUMS_32(32))

@@ -53,6 +53,12 @@ DEVICE void store_matrices(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
+// The same with each matrix transposed: a lane's two values are neighbours of a column of the memory's rows.
+DEVICE void store_matrices_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
 
 // `bytes` of contiguous memory, both ends multiples of 16.
 DEVICE void load_bytes(u32 target, const void* source, u32 bytes, u32 barrier) {

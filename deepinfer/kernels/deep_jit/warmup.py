@@ -15,6 +15,7 @@ from deepinfer.kernels.deep_jit.kernel import Build
 MODULES = (
     "deepinfer.kernels.flash_mla.variants",
     "deepinfer.kernels.deep_gemm.fp8_variants",
+    "deepinfer.kernels.deep_gemm.group_gemm",
     "deepinfer.kernels.deep_gemm.fp8_few_rows",
     "deepinfer.kernels.deep_gemm.moe",
     "deepinfer.kernels.deep_gemm.moe_gemm",
