@@ -15,7 +15,13 @@ from deepinfer.kernels.reference.casts import cast_groups, norm_cast, rope_cast,
 from deepinfer.kernels.reference.compressor import pool_groups
 from deepinfer.kernels.reference.engram import engram_gate, engram_hash, ngram_ids
 from deepinfer.kernels.reference.hyper_connection import hc_post, hc_post_pre, hc_pre
-from deepinfer.kernels.reference.indexer import candidate_blocks, index_scores, mask_to_candidates, top_k_positions
+from deepinfer.kernels.reference.indexer import (
+    candidate_blocks,
+    index_scores,
+    mask_to_candidates,
+    top_k,
+    top_k_positions,
+)
 from deepinfer.kernels.reference.moe import (
     expand_rows,
     expert_order,
@@ -78,6 +84,7 @@ __all__ = [
     "swiglu",
     "swiglu_cast",
     "token_probabilities",
+    "top_k",
     "top_k_positions",
     "uncast_groups",
     "verify_tokens",

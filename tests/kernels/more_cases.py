@@ -87,6 +87,16 @@ def reduce_rows(g: torch.Generator) -> Iterator[Case]:
         yield normal(g, n * k, dim), places, torch.rand(n, k, generator=g)
 
 
+def top_k(g: torch.Generator) -> Iterator[Case]:
+    for n, width, k in ((0, 10, 3), (3, 7, 10), (5, 300, 20), (2, 9000, 512)):
+        scores = normal(g, n, width).mul(4).round() if width < 9000 else normal(g, n, width)
+        scores[:, ::5] = torch.where(scores[:, ::5] > 0, -torch.inf, -0.0)
+        ends = torch.randint(0, width + 3, (n,), generator=g).int()
+        for by_value in (False, True):
+            yield scores, k, ends, by_value, "raise"
+            yield scores.masked_fill(scores == 4, torch.nan), k, None, by_value, "ignore"
+
+
 def window_slots(g: torch.Generator) -> Iterator[Case]:
     for n, window, ring in ((0, 128, 134), (1, 128, 134), (50, 5, 9), (7, 16, 16)):
         positions = torch.randint(0, 300, (n,), generator=g)
@@ -114,10 +124,11 @@ MORE = {
         reduce_rows,
         rope_cast,
         swiglu_cast,
+        top_k,
         uncast_groups,
         window_slots,
     )
 }
 MORE_EXACT = {
-    "cast_groups", "choose_draft_lengths", "expand_rows", "expert_order", "uncast_groups", "window_slots",
+    "cast_groups", "choose_draft_lengths", "expand_rows", "expert_order", "top_k", "uncast_groups", "window_slots",
 }  # fmt: skip

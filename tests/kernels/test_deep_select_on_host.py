@@ -57,11 +57,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Build, str],
 
 @pytest.fixture(scope="module")
 def select(compiled) -> Callable[..., torch.Tensor]:
-    def run(scores: torch.Tensor, k: int, row_k: torch.Tensor | None = None, cluster: int = 8) -> torch.Tensor:
+    def run(
+        scores: torch.Tensor,
+        k: int,
+        row_k: torch.Tensor | None = None,
+        cluster: int = 8,
+        ends: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         chosen = top_k.plan(scores.shape[1], k, cluster)
         assert chosen is not None
         out = torch.full((len(scores), k), -7, dtype=torch.int32)
-        parameters = top_k.parameters(scores, k, row_k, out, chosen)
+        parameters = top_k.parameters(scores, k, row_k, ends, out, chosen)
         on_host = compiled(top_k.build(scores.dtype is torch.bfloat16, chosen), "Params")
         on_host(ctypes.byref(parameters), chosen.cluster, len(scores), chosen.shared_bytes)
         return out
@@ -98,6 +104,18 @@ def test_selects_as_a_stable_sort(select, n: int, width: int, k: int, kind: str,
 def test_few_large_blocks(select, cluster: int, kind: str):
     scores = scores_of(kind, 2, 9000).bfloat16()
     assert torch.equal(select(scores, 512, None, cluster), top_k_positions.reference(scores, 512))
+
+
+@pytest.mark.parametrize("kind", ["tied", "zeros"])
+@pytest.mark.parametrize("width", [9000, 700])
+def test_rows_with_ends(select, width: int, kind: str):
+    """Whatever is behind them, NaN among it."""
+    ends = torch.tensor([0, 1, 331, width - 1, width, width + 5], dtype=torch.int32)
+    hidden = torch.arange(width) >= ends.unsqueeze(1)
+    scores = scores_of(kind, len(ends), width)
+    expected = top_k_positions.reference(scores.masked_fill(hidden, -INF), 300)
+    behind = torch.where(torch.arange(width) % 2 == 0, INF, NAN)
+    assert torch.equal(select(torch.where(hidden, behind, scores), 300, ends=ends), expected)
 
 
 @pytest.mark.parametrize(("visible", "k"), [(3000, 512), (5000, 512), (5000, 2048), (12000, 2048)])

@@ -56,8 +56,9 @@ def choose(key, k, most):
 
 @triton.jit
 def _select(
-    source, source_positions, source_counts, counts, keys_out, positions_out, row_stride, width, k, row_k, most, cap,
-    source_cap, FIRST: tl.constexpr, LAST: tl.constexpr, ROW_K: tl.constexpr, TILE: tl.constexpr,
+    source, source_positions, source_counts, counts, keys_out, positions_out, row_stride, width, k, row_k, ends, most,
+    cap, source_cap,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ROW_K: tl.constexpr, ENDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One segment of one row. FIRST: source holds floats, else the keys that the level before left in lists of
     source_cap. LAST: exactly k positions, -1 for none; else up to `most` keys and positions in a list of cap."""
@@ -69,7 +70,8 @@ def _select(
     else:
         wanted = k
     if FIRST:
-        key = ordered_bits(tl.load(source + row * row_stride + at, mask=at < width, other=float("-inf")))
+        end = tl.minimum(tl.load(ends + row), width) if ENDS else width
+        key = ordered_bits(tl.load(source + row * row_stride + at, mask=at < end, other=float("-inf")))
         position = at
     else:
         lists = width // source_cap
@@ -97,16 +99,19 @@ def _select(
         tl.store(counts + row * segments + segment, total)
 
 
-def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor:
-    """Positions int32 [N, k] of the k largest of scores [N, width] (row_k int64 [N]: so many, at most k), ascending, -1
-    for none. k is at most LARGEST_K. On Hopper in CUDA C++ (kernels/deep_select), elsewhere in Triton."""
+def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+    """Positions int32 [N, k] of the k largest of scores [N, width], ascending, -1 for none.
+
+    row_k int64 [N]: so many, at most k, which is at most LARGEST_K; ends int32 [N]: where rows end. On Hopper in CUDA
+    C++ (kernels/deep_select), elsewhere in Triton.
+    """
     if scores.stride(1) != 1:
         scores = scores.contiguous()
-    chosen = deep_select.select_top_k(scores, k, row_k)
-    return select_in_levels(scores, k, row_k) if chosen is None else chosen
+    chosen = deep_select.select_top_k(scores, k, row_k, ends)
+    return select_in_levels(scores, k, row_k, ends) if chosen is None else chosen
 
 
-def select_in_levels(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor:
+def select_in_levels(scores: Tensor, k: int, row_k: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
     """`select_top_k` in Triton; scores has adjacent columns."""
     n, width = scores.shape
     cap = 2 * k if k <= SEGMENT // 8 else k
@@ -123,8 +128,8 @@ def select_in_levels(scores: Tensor, k: int, row_k: Tensor | None = None) -> Ten
             following = (keys, torch.empty_like(keys, dtype=torch.int32), out.new_empty(n, segments))
         tile = SEGMENT if not last else max(triton.next_power_of_2(width), 128)
         _select[(segments, n)](
-            *level, following[2], following[0], out if last else following[1], scores.stride(0), width, k, row_k, cap,
-            cap, source_cap, FIRST=first, LAST=last, ROW_K=row_k is not None, TILE=tile,
+            *level, following[2], following[0], out if last else following[1], scores.stride(0), width, k, row_k, ends,
+            cap, cap, source_cap, FIRST=first, LAST=last, ROW_K=row_k is not None, ENDS=ends is not None, TILE=tile,
             num_warps=min(max(tile // 512, 4), 16),
         )  # fmt: skip
         if last:
@@ -139,3 +144,48 @@ def top_k_positions(scores: Tensor, k: int) -> Tensor:
     if scores.shape[1] == 0:
         return torch.full((scores.shape[0], k), -1, dtype=torch.int32, device=scores.device)
     return select_top_k(scores, k)
+
+
+@triton.jit
+def _values(scores, chosen, values, positions, stride, k, BY_VALUE: tl.constexpr, PADDED: tl.constexpr):
+    """Values of the chosen positions of a row; BY_VALUE: both in the order of the values, equal ones by position."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, PADDED)
+    inside = at < k
+    position = tl.load(chosen + row * k + at, mask=inside, other=-1)
+    if BY_VALUE:
+        value = tl.load(scores + row * stride + position, mask=position >= 0, other=float("-inf")).to(tl.float32)
+        rank = (ordered_bits(value) ^ 0xFFFFFFFF).to(
+            tl.uint64
+        ) << 32  # unused ones are last: -1 is the largest position
+        ranked = tl.sort(rank | position.to(tl.uint32, bitcast=True).to(tl.uint64))
+        position = (ranked & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+        tl.store(positions + row * k + at, position, mask=inside)
+    value = tl.load(scores + row * stride + position, mask=position >= 0, other=float("-inf"))
+    tl.store(values + row * k + at, value, mask=inside)
+
+
+@backend("top_k", "cuda")
+def top_k(scores: Tensor, k: int, ends: Tensor | None, by_value: bool, nan: str) -> tuple[Tensor, Tensor]:
+    n, width = scores.shape
+    if not covered(scores) or not 0 < k <= LARGEST_K or nan not in ("ignore", "raise"):
+        return NotImplemented
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
+    if nan == "raise":
+        counts = scores.isnan()
+        if ends is not None:
+            counts &= torch.arange(width, device=scores.device) < ends.unsqueeze(1)
+        if counts.any():
+            return NotImplemented  # the reference says so
+    if not width:
+        return scores.new_full((n, k), float("-inf")), torch.full((n, k), -1, dtype=torch.int32, device=scores.device)
+    chosen = select_top_k(scores, k, None, None if ends is None else ends.contiguous())
+    values = torch.empty(n, k, dtype=scores.dtype, device=scores.device)
+    positions = torch.empty_like(chosen) if by_value else chosen
+    if n:
+        _values[(n,)](
+            scores, chosen, values, positions, scores.stride(0), k,
+            BY_VALUE=by_value, PADDED=triton.next_power_of_2(k), num_warps=min(max(k // 256, 1), 8),
+        )  # fmt: skip
+    return values, positions

@@ -14,7 +14,7 @@ DEVICE void count_bin(u32* bins, u32 bin, bool counted) {
         int first = first_of(vector, rank);                                      \
         for (int i = 0; i < 8; i++) {                                            \
             int position = first + i;                                            \
-            u32 key = position < p.width ? ordered(load_bits(row, position)) : 0; \
+            u32 key = position < width ? ordered(load_bits(row, position)) : 0; \
             bool inside = key >> 16 >= bound;                                    \
             BODY                                                                 \
         }                                                                        \
@@ -22,7 +22,7 @@ DEVICE void count_bin(u32* bins, u32 bin, bool counted) {
 
 // memory: 24 KiB and 4 bytes a piece of the row, bitmaps: 64 bytes a piece of the block.
 DEVICE void select_all_values(
-    const Params& p, const u8* row, int* out, u32 rank, u32 bound, u32 wanted, u32* memory, u32* bitmaps, Shared& s
+    const Params& p, const u8* row, int width, int* out, u32 rank, u32 bound, u32 wanted, u32* memory, u32* bitmaps, Shared& s
 ) {
     const int size = 2048;  // of a histogram
     int thread = threadIdx.x, words = p.chunks * PIECES * (PIECE / 32), pieces = p.chunks * PIECES * CLUSTER;

@@ -31,6 +31,7 @@ struct Params {
     const void* scores;
     int* out;                // [rows, k]
     const long long* row_k;  // how many of each row, or null: k
+    const int* ends;         // where each row ends, or null: width
     long long row_stride;    // in values
     int width;
     int k;
@@ -56,18 +57,20 @@ struct Shared {
 #include "all_values.cuh"
 
 // pairs[4 v + i]: upper 16 bits of values 2 i and 2 i + 1 of vector v, those of -inf past the row's end.
-DEVICE void load_chunk(const Params& p, const u8* row, int chunk, u32 rank, u32 (&pairs)[4 * VECTORS]) {
+DEVICE void load_chunk(
+    const u8* row, int width, int vector_end, int chunk, u32 rank, u32 (&pairs)[4 * VECTORS]
+) {
     const u32 hidden = BF16 ? 0xFF80FF80u : 0xFF800000u;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         int first = first_of(chunk * VECTORS + v, rank);
         uint4 value = {hidden, hidden, hidden, hidden};
 #if BF16
-        if (first < p.vector_end) value = *reinterpret_cast<const uint4*>(row + first * 2ll);
+        if (first < vector_end) value = *reinterpret_cast<const uint4*>(row + first * 2ll);
         pairs[4 * v] = value.x, pairs[4 * v + 1] = value.y, pairs[4 * v + 2] = value.z, pairs[4 * v + 3] = value.w;
 #else
         uint4 second = value;
-        if (first < p.vector_end) {
+        if (first < vector_end) {
             value = reinterpret_cast<const uint4*>(row + first * 4ll)[0];
             second = reinterpret_cast<const uint4*>(row + first * 4ll)[1];
         }
@@ -78,18 +81,18 @@ DEVICE void load_chunk(const Params& p, const u8* row, int chunk, u32 rank, u32 
         if (v == 3) keep_order();
 #endif
     }
-    if (p.vector_end == p.width) return;
+    if (vector_end >= width) return;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {  // unaligned rows, and the last values of others
         int first = first_of(chunk * VECTORS + v, rank);
-        if (first < p.vector_end || first >= p.width) continue;
+        if (first < vector_end || first >= width) continue;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 bits[2];
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 int at = first + 2 * i + j;
-                bits[j] = at < p.width ? plain_float(load_bits(row, at)) : 0xFF800000u;
+                bits[j] = at < width ? plain_float(load_bits(row, at)) : 0xFF800000u;
             }
             pairs[4 * v + i] = upper_halves(bits[0], bits[1]);
         }
@@ -239,12 +242,17 @@ KERNEL(THREADS, 1024 / THREADS) CLUSTER_DIMS top_k(const Params p) {
     u32 wanted = p.k;
     follow_launch_before();
     if (p.row_k != nullptr && p.row_k[row_index] < p.k) wanted = static_cast<u32>(max(p.row_k[row_index], 1ll));
+    int width = p.width, vector_end = p.vector_end;
+    if (p.ends != nullptr) {
+        width = max(min(p.ends[row_index], width), 0);
+        vector_end = min(vector_end, width / 8 * 8);
+    }
 
     // Read, and send the maxima to everyone.
     cluster_arrive();
     u32 pairs[4 * VECTORS];
     u32 columns[4];
-    load_chunk(p, row, 0, rank, pairs);
+    load_chunk(row, width, vector_end, 0, rank, pairs);
     if (thread == 0) s.count = 0, s.overflow = 0, s.close = 0, s.searcher = hardware_place() % WARPS;
     if (rank == leader) {
         for (int i = thread; i < WORDS; i += THREADS) bitmap[i] = 0;
@@ -253,7 +261,7 @@ KERNEL(THREADS, 1024 / THREADS) CLUSTER_DIMS top_k(const Params p) {
 #pragma unroll
     for (int i = 0; i < 4 * VECTORS; i++) columns[i % 4] = i < 4 ? pairs[i] : larger_bf16(columns[i % 4], pairs[i]);
     for (int chunk = 1; chunk < p.chunks; chunk++) {
-        load_chunk(p, row, chunk, rank, pairs);
+        load_chunk(row, width, vector_end, chunk, rank, pairs);
 #pragma unroll
         for (int i = 0; i < 4 * VECTORS; i++) columns[i % 4] = larger_bf16(columns[i % 4], pairs[i]);
     }
@@ -294,7 +302,7 @@ KERNEL(THREADS, 1024 / THREADS) CLUSTER_DIMS top_k(const Params p) {
     u32 bound_value = bits_of(bound << 16) >> 16;
     bound_value |= bound_value << 16;
     for (int chunk = 0; chunk < p.chunks; chunk++) {
-        if (p.chunks > 1) load_chunk(p, row, chunk, rank, pairs);
+        if (p.chunks > 1) load_chunk(row, width, vector_end, chunk, rank, pairs);
         u32 found[2] = {0, 0};  // a bit for the even values, 16 higher for the odd ones
 #pragma unroll
         for (int i = 0; i < 4 * VECTORS; i++) {
@@ -326,7 +334,7 @@ KERNEL(THREADS, 1024 / THREADS) CLUSTER_DIMS top_k(const Params p) {
     }
     cluster_sync();
     if (s.overflow) {
-        select_all_values(p, row, out, rank, bound, wanted, reinterpret_cast<u32*>(lists), bitmap, s);
+        select_all_values(p, row, width, out, rank, bound, wanted, reinterpret_cast<u32*>(lists), bitmap, s);
         return;
     }
     if (rank != leader) return;

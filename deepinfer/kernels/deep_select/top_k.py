@@ -29,6 +29,7 @@ class _Params(ctypes.Structure):
         ("scores", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("row_k", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p),
         ("row_stride", ctypes.c_int64),
         ("width", ctypes.c_int),
         ("k", ctypes.c_int),
@@ -105,22 +106,23 @@ def is_hopper(device: int) -> bool:
     return USES_CUDA_CPP and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def parameters(scores: Tensor, k: int, row_k: Tensor | None, out: Tensor, chosen: Plan) -> _Params:
+def parameters(scores: Tensor, k: int, row_k: Tensor | None, ends: Tensor | None, out: Tensor, chosen: Plan) -> _Params:
     """Arguments of the kernel."""
     aligned = scores.data_ptr() % 16 == 0 and scores.stride(0) * scores.element_size() % 16 == 0
     width, at_once = scores.shape[1], chosen.cluster * chosen.threads * VALUES
     return _Params(
-        scores.data_ptr(), out.data_ptr(), None if row_k is None else row_k.data_ptr(), scores.stride(0), width, k,
+        scores.data_ptr(), out.data_ptr(), *(None if t is None else t.data_ptr() for t in (row_k, ends)),
+        scores.stride(0), width, k,
         width // 8 * 8 if aligned else 0, max(-(-width // at_once), 1), chosen.list, chosen.fine,
     )  # fmt: skip
 
 
-def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor | None:
+def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None, ends: Tensor | None = None) -> Tensor | None:
     """Positions int32 [N, k] of the k largest of scores [N, width], ascending, -1 where there are fewer above -inf.
 
-    scores float32 or BF16 with adjacent columns; row_k int64 [N]: so many of each row, at most k (k at most 4096). Of
-    equal scores the first are taken; NaN is not. None where the kernel does not run: other cards than Hopper, no
-    compiler, very wide rows.
+    scores float32 or BF16 with adjacent columns; row_k int64 [N]: so many of each row, at most k (k at most 4096); ends
+    int32 [N]: where rows end, nothing behind is read. Of equal scores the first are taken; NaN is not. None where the
+    kernel does not run: other cards than Hopper, no compiler, very wide rows.
     """
     n, width = scores.shape
     if not scores.is_cuda or not is_hopper(scores.device.index) or scores.dtype not in (torch.float32, torch.bfloat16):
@@ -133,6 +135,6 @@ def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None) -> Tensor 
         return None
     out = torch.empty(n, k, dtype=torch.int32, device=scores.device)
     if n:
-        arguments = parameters(scores, k, row_k, out, chosen)
+        arguments = parameters(scores, k, row_k, ends, out, chosen)
         kernels[chosen].launch((chosen.cluster, n, 1), (chosen.threads, 1, 1), arguments, starts_early=True)
     return out

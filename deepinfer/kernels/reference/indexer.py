@@ -54,6 +54,32 @@ def top_k_positions(scores: Tensor, k: int) -> Tensor:
 
 
 @operation
+def top_k(scores: Tensor, k: int, ends: Tensor | None, by_value: bool, nan: str) -> tuple[Tensor, Tensor]:
+    """The k largest of each row of scores [N, width] above -inf -> values [N, k], -inf where there are fewer, and
+    positions int32 [N, k], -1 there.
+
+    ends int32 [N]: positions from it on do not count. Of equal scores always those at the lowest positions are taken.
+    by_value: the largest first, equal ones by position; else all by position. nan: 'ignore' never takes NaN, 'raise'
+    waits for the device and raises ValueError if there is one.
+    """
+    if ends is not None:
+        scores = scores.masked_fill(
+            torch.arange(scores.shape[1], device=ends.device) >= ends.unsqueeze(1), float("-inf")
+        )
+    if nan not in ("ignore", "raise"):
+        raise ValueError(f"nan must be 'ignore' or 'raise', got {nan!r}")
+    if nan == "raise" and scores.isnan().any():
+        raise ValueError("scores have a NaN; nan='ignore' leaves it out")
+    positions = top_k_positions.reference(scores, k)
+    padded = F.pad(scores, (0, 1), value=float("-inf"))
+    values = padded.gather(1, torch.where(positions < 0, scores.shape[1], positions).long())
+    if by_value:
+        values, order = values.sort(dim=1, descending=True, stable=True)
+        positions = positions.gather(1, order)
+    return values, positions
+
+
+@operation
 def candidate_blocks(scores: Tensor, visible: Tensor, block_size: int, top_blocks: int) -> Tensor:
     """Blocks of `block_size` positions that later index sources may select in; the newest one is always kept.
 
