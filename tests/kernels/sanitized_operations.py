@@ -1,0 +1,65 @@
+"""Small launches for compute-sanitizer: python -m tests.kernels.sanitized_operations [NAME ...]; `names()` has them all.
+
+'cuda' are the kernels in CUDA C++ of selection, gate and mHC; other names are operations, on their cases.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+import deepinfer.kernels.ops  # noqa: F401  (registers the backends)
+from deepinfer.kernels.deep_select.gate import choose_experts
+from deepinfer.kernels.deep_select.top_k import select_top_k
+from deepinfer.kernels.registry import OPERATIONS
+from tests.kernels.cases import CASES, hc_mix
+from tests.kernels.test_cuda_kernels import as_bf16
+from tests.kernels.test_ops_backends import copied
+
+ELSEWHERE = ("attention", "index_scores", "moe_experts", "linear")  # products: they have runs of their own
+SECONDS = 5.0  # of an operation's cases
+
+
+def names() -> list[str]:
+    """What can be asked for."""
+    here = (name for name, op in OPERATIONS.items() if "cuda" in op.backends)
+    return ["cuda", *sorted(name for name in here if not any(word in name for word in ELSEWHERE))]
+
+
+def run_cuda() -> None:
+    """Candidates that fit and that do not, short contexts, rows with ends; gates with and without ties; all mHC."""
+    for width, k in ((131072, 512), (9000, 512), (300, 8), (129279, 50), (40000, 4096)):
+        for dtype in (torch.float32, torch.bfloat16):
+            scores = torch.randn(2, width, device="cuda").to(dtype)
+            ends = torch.tensor([width, width // 30], dtype=torch.int32, device="cuda")
+            for one in (scores, torch.ones_like(scores)):
+                assert select_top_k(one, k) is not None and select_top_k(one, k, None, ends) is not None
+    for logits in (torch.randn(100, 384, device="cuda"), torch.ones(100, 384, device="cuda")):
+        assert choose_experts(logits, logits[0], 6, True, 1.0) is not None
+    g = torch.Generator().manual_seed(0)
+    for n, dim in ((3, 384), (9, 5120), (70, 384), (70, 5120)):
+        p_prev, fn, scale, base, norm, *rest = hc_mix(g, n, 4, dim)
+        wide = [t.cuda() for t in (torch.randn(n, 4), torch.rand(n, 4, 4), p_prev, fn, scale, base)]
+        h, y = torch.randn(n, 4, dim, device="cuda").bfloat16(), torch.randn(n, dim, device="cuda").bfloat16()
+        OPERATIONS["hc_post_pre"](h, y, *wide, norm.bfloat16().cuda(), *rest)
+        OPERATIONS["hc_pre"](h, *wide[2:], norm.bfloat16().cuda(), *rest)
+
+
+def run(name: str) -> int:
+    """How many cases ran."""
+    start, count = time.monotonic(), 0
+    for case in CASES[name](torch.Generator().manual_seed(0)):
+        for variant in (case, as_bf16(name, case)):
+            OPERATIONS[name].backends["cuda"](*(copied(argument, "cuda") for argument in variant))
+            count += 1
+        if time.monotonic() - start > SECONDS:
+            break
+    return count
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or names():
+        print(chosen, "cases:", run_cuda() if chosen == "cuda" else run(chosen), flush=True)
+        torch.cuda.synchronize()
