@@ -1,4 +1,4 @@
-"""Small launches for compute-sanitizer: python -m tests.kernels.sanitized_operations [NAME ...]; `names()` has them all.
+"""Small launches for compute-sanitizer: python -m tests.kernels.sanitized_operations [NAME ...]; see `names()`.
 
 'cuda' are the kernels in CUDA C++ of selection, gate and mHC; other names are operations, on their cases.
 """
