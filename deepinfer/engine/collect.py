@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.graph_pool import CaptureCost
 from deepinfer.engine.model_inputs import decoder_start
 from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.scheduler import ScheduledBatch, Scheduler
@@ -111,6 +112,23 @@ def why_invalid(seq: Sequence) -> str:
         return "the model returned logits that are not finite"
     none_left = f"{STRUCTURED_OUTPUT}no token is left that the grammar and the other settings allow"
     return seq.constraint.failed or none_left
+
+
+def engine_stats(
+    scheduler: Scheduler, num_prompt_tokens: int, num_output_tokens: int, capture_cost: CaptureCost
+) -> EngineStats:
+    """The engine's state now; tokens since the start."""
+    return EngineStats(
+        num_waiting=len(scheduler.waiting),
+        num_running=scheduler.slots.num_slots - scheduler.slots.num_free,
+        num_blocks=scheduler.blocks.num_blocks - 1,
+        num_free_blocks=scheduler.blocks.num_free,
+        num_preemptions=scheduler.num_preemptions,
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=num_output_tokens,
+        cuda_graph_seconds=capture_cost.seconds,
+        cuda_graph_bytes=capture_cost.num_bytes,
+    )
 
 
 def step_stats(

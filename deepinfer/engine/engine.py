@@ -25,7 +25,7 @@ from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
 from deepinfer.engine.chunking import image_spans
-from deepinfer.engine.collect import News, collect, record_scheduled, step_stats, why_invalid
+from deepinfer.engine.collect import News, collect, engine_stats, record_scheduled, step_stats, why_invalid
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.deadlines import Deadlines
 from deepinfer.engine.drafters import make_speculation
@@ -104,9 +104,7 @@ class Engine:
         self._deadlines = Deadlines()
         self._last_read = 0.0  # when the tokens of the latest step were read
         self._seeds = np.random.default_rng(config.seed)
-        gc_factor = 10 if config.kind == "completion" else 1  # nobody waits for a single token there
-        flops, part_times = getattr(runner, "flops", None), getattr(runner, "part_times", dict)
-        self.observer = Observer(config.device, flops, gc_factor, part_times)
+        self.observer = Observer.of(runner, config)
         self._observing = True
         self.grammars: GrammarCompiler | None = None  # whoever knows the vocabulary sets it
         self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")
@@ -342,18 +340,7 @@ class Engine:
         self.scheduler.prefill_cost.observe(step.starts.tolist(), step.batch.num_tokens, 1e3 * (end - start))
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
-        return EngineStats(
-            num_waiting=len(scheduler.waiting),
-            num_running=scheduler.slots.num_slots - scheduler.slots.num_free,
-            num_blocks=scheduler.blocks.num_blocks - 1,
-            num_free_blocks=scheduler.blocks.num_free,
-            num_preemptions=scheduler.num_preemptions,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_output_tokens=self.num_output_tokens,
-            cuda_graph_seconds=self._capture_cost.seconds,
-            cuda_graph_bytes=self._capture_cost.num_bytes,
-        )
+        return engine_stats(self.scheduler, self.num_prompt_tokens, self.num_output_tokens, self._capture_cost)
 
     def _forget(self, request_id: str, now: float) -> None:
         """The request is finished."""
@@ -376,11 +363,8 @@ class Engine:
 
     def _fail_invalid(self, sequences: list[Sequence]) -> list[RequestOutput]:
         """Rows without a finite largest logit: the model's fault, or nothing was left that all settings allow."""
-        outputs: list[RequestOutput] = []
-        for seq in sequences:
-            if seq.finish_reason is None:  # else it has ended with another sequence of its request
-                outputs += self._fail([seq], why_invalid(seq))
-        return outputs
+        unfinished = (s for s in sequences if s.finish_reason is None)  # one may end with another one of its request
+        return [output for seq in unfinished for output in self._fail([seq], why_invalid(seq))]
 
     def _failed_step(self, sequences: list[Sequence], error: Exception) -> list[RequestOutput]:
         logger.error("a step of %d sequences failed", len(sequences), exc_info=error)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from deepinfer import envs
+from deepinfer.config.engine import EngineConfig
 from deepinfer.observability.flops import FlopsEstimator
 from deepinfer.observability.memory import CollectorHold
 from deepinfer.observability.peak import peak_flops
@@ -45,6 +46,13 @@ class Observer:
         self.profiler = None
         if port is not None:
             self.profiler = ProfilerServer(self.capture, envs.get("DEEPINFER_PROFILER_HOST"), port)
+
+    @classmethod
+    def of(cls, runner: object, config: EngineConfig) -> Observer:
+        """Of an engine over `runner`, which may have `flops` and `part_times`."""
+        gc_factor = 10 if config.kind == "completion" else 1  # nobody waits for a single token there
+        part_times = getattr(runner, "part_times", dict)
+        return cls(config.device, getattr(runner, "flops", None), gc_factor, part_times)
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """`wake` makes an idle engine's thread call `capture.between_steps`."""
