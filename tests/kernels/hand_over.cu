@@ -1,8 +1,9 @@
-// Two ways in which the attention kernel hands shared memory from one group of threads to another, and nothing else.
+// How the attention kernel hands shared memory from one group of threads to another, and nothing else: for racecheck, which
+// reports some of it as races (test_sanitizers.py).
 #include "../../deepinfer/kernels/deep_jit/hopper.cuh"
 
-// As in the PTX manual's example of barrier.arrive: store, arrive; sync, load. Rounds in both directions, as two groups do
-// it that take turns; BARRIERS: named barriers, or mbarriers with an arrival a thread.
+// Two groups that take turns: store, arrive; wait, load. NAMED 0: at mbarriers, an arrival a thread, as the kernel does it;
+// 1: at named barriers, as in the PTX manual's example of barrier.arrive.
 extern "C" __global__ void take_turns(float2* out, int rounds) {
     __shared__ float2 forth[128], back[128];
     __shared__ u64 memory[2];
@@ -38,7 +39,8 @@ extern "C" __global__ void take_turns(float2* out, int rounds) {
     out[threadIdx.x] = mine;
 }
 
-// A block's asynchronous copies, then a meeting of the cluster, then its peer's stores to the same place.
+// Each thread's copy is waited for, then the cluster meets, then a peer stores to the same place. COPIES 0: ordinary stores;
+// 1: asynchronous copies and cp.async.wait_all, as the kernel does it over BF16 rows; 2: copies that arrive at an mbarrier.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) copies_then_peers(const uint4* source, uint4* out, int rounds) {
     __shared__ uint4 place[128];
     __shared__ u64 memory;
