@@ -71,7 +71,8 @@ def generate(
     params = options.make_sampling_params(**options.with_defaults(sampling, model))
     with options.running_engine(model, options.make_engine_config(**engine)) as text_engine:
         token_ids = options.parse_numbers(text, "prompt") if prompt_ids else text_engine.encode(text)
-        asyncio.run(_print_answers(text_engine, token_ids, params, ids))
+        with options.naming_options(sampling):
+            asyncio.run(_print_answers(text_engine, token_ids, params, ids))
 
 
 async def _print_answers(engine: TextEngine, prompt: list[int], params: SamplingParams, ids: bool) -> None:

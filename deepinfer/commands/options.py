@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -197,13 +197,34 @@ def make_sampling_params(
         values["logit_bias"] = dict(_bias(entry) for entry in logit_bias)
     if golden_token_ids is not None:
         values["golden_token_ids"] = parse_numbers(golden_token_ids, "--golden-token-ids")
-    asked = [("json", "--json-schema", json_schema), ("regex", "--regex", regex), ("ebnf", "--grammar", grammar)]
-    asked = [entry for entry in asked if entry[2] is not None]
+    schemas = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+    asked = [name for name, schema in schemas.items() if schema is not None]
     if len(asked) > 1:
-        raise ValueError(f"{asked[0][1]} and {asked[1][1]} cannot both say what the answer must be")
-    for kind, option, schema in asked:
-        values["so_args"] = {"schema_type": kind, "schema": _text_or_file(schema or "", kind != "regex", option)}
-    return SamplingParams(**values)
+        raise ValueError(f"{as_option(asked[0])} and {as_option(asked[1])} cannot both say what the answer must be")
+    for name in asked:
+        schema = _text_or_file(schemas[name] or "", name != "regex", as_option(name))
+        values["so_args"] = {"schema_type": _SCHEMA_TYPES[name], "schema": schema}
+    with naming_options(schemas):
+        return SamplingParams(**values)
+
+
+_SCHEMA_TYPES = {"json_schema": "json", "regex": "regex", "grammar": "ebnf"}
+
+
+def as_option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@contextmanager
+def naming_options(given: Mapping[str, Any]) -> Iterator[None]:
+    """Faults of structured output in the words of the option that asks for it."""
+    try:
+        yield
+    except ValueError as error:
+        if "so_args" not in str(error):
+            raise
+        option = next((as_option(name) for name in _SCHEMA_TYPES if given.get(name) is not None), "so_args")
+        raise ValueError(str(error).replace("so_args.schema", option, 1).replace("so_args", option)) from None
 
 
 def _text_or_file(text: str, may_be_file: bool, option: str) -> str:

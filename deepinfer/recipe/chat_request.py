@@ -132,6 +132,7 @@ def _read_tool(entry: Any, path: str) -> ToolDefinition:
         description=fields.optional(function, "description", fields.text, inner),
         parameters=function.get("parameters"),
         strict=fields.optional(function, "strict", fields.boolean, inner),
+        path=fields.join(inner, "parameters"),
     )
 
 

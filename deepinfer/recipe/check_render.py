@@ -143,7 +143,7 @@ def conversation_record(request: ConversationRequest) -> dict[str, Any]:
 
 def _declared(tool: dict[str, Any]) -> dict[str, Any]:
     """Without what only we have."""
-    del tool["enforced"]
+    del tool["enforced"], tool["path"]
     return tool
 
 

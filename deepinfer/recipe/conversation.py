@@ -1,6 +1,6 @@
 """One conversation, whatever the protocol it came in by: what the prompt renderer reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool", "latest_reminder"]
@@ -40,7 +40,7 @@ class ToolDefinition:
     """A tool the model may call.  ``parameters`` is a JSON Schema, key order kept.
 
     ``enforced`` is the JSON Schema that its calls must satisfy (strict mode), None if nothing was promised: the prompt
-    may show less of it.
+    may show less of it. ``path`` is where the request says what ``parameters`` are, for errors.
     """
 
     name: str
@@ -49,6 +49,7 @@ class ToolDefinition:
     strict: bool | None = None
     defer_loading: bool = False
     enforced: Any = None
+    path: str = field(default="tools", compare=False)
 
 
 @dataclass(frozen=True)

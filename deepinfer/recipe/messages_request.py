@@ -129,7 +129,8 @@ def _check_tools(declared: list[tuple[str, Json]], options: ConversionOptions) -
             )
         deferred = bool(obj.get("defer_loading"))
         enforced = obj["input_schema"] if obj.get("strict") else None
-        tools.append(ToolDefinition(obj["name"], obj.get("description"), obj["input_schema"], None, deferred, enforced))
+        schema, place = obj["input_schema"], f"{path}.input_schema"
+        tools.append(ToolDefinition(obj["name"], obj.get("description"), schema, None, deferred, enforced, place))
     if tools and all(tool.defer_loading for tool in tools):
         raise ConversionError(
             "tools: at least one tool must have defer_loading=false. All tools cannot be deferred.", "tools"

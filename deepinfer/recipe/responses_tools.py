@@ -76,7 +76,7 @@ def convert_tools(declared: list[tuple[str, Json]], options: ConversionOptions) 
 
 def _function(obj: Json, name: str, description: str | None, path: str) -> ToolDefinition:
     check_name(obj["name"], f"{path}.name")
-    return ToolDefinition(name, description, obj.get("parameters"), obj.get("strict"))
+    return ToolDefinition(name, description, obj.get("parameters"), obj.get("strict"), path=f"{path}.parameters")
 
 
 def _add_namespace(tools: ResponsesTools, obj: Json, path: str) -> None:

@@ -7,6 +7,7 @@ sequence, or, optional, plus, star. Control tokens are parts of their own: no te
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from deepinfer.recipe import json_text
 from deepinfer.recipe.conversation import ModelVersion, ToolDefinition
@@ -113,7 +114,7 @@ class _CallFormat:
 
     def _call(self, tool: ToolDefinition) -> Format:
         schema = enforced_schema(tool, self._is_required)
-        parameters = self._any_parameters() if schema is None else self._parameters(tool.name, schema)
+        parameters = self._any_parameters() if schema is None else self._parameters(tool.path, schema)
         head = self._tag("<", f'invoke name="{tool.name}">\n')
         return sequence(*head, *parameters, *self._tag("</", "invoke>\n"))
 
@@ -125,14 +126,22 @@ class _CallFormat:
         )
         return [{"type": "star", "content": one}]
 
-    def _parameters(self, tool_name: str, root: Any) -> list[Format]:
+    def _parameters(self, path: str, root: Any) -> list[Format]:
+        """`path` is that of the parameters' schema in the request."""
+        try:
+            return self._written_parameters(root)
+        except ConversionError as error:
+            raise ConversionError(f"{path}: {error}", path) from None
+
+    def _written_parameters(self, root: Any) -> list[Format]:
         schema = _resolved(root, root)
+        if schema is False:
+            raise ConversionError("it is false: no value satisfies it")
         if not isinstance(schema, dict) or not schema:
             return self._any_parameters()
-        where = f"parameters of tool {tool_name!r}"
         unknown = [key for key in schema if key not in _OBJECT_KEYS]
         if unknown:
-            raise ConversionError(f"keyword {unknown[0]!r} at the top of the {where} is not supported", "tools")
+            raise ConversionError(f"keyword {unknown[0]!r} at #/{unknown[0]} is not supported at the top of parameters")
         properties, required = schema.get("properties", {}), schema.get("required", [])
         extra = schema.get("additionalProperties", True)
         properties = {**properties, **{name: extra for name in required if name not in properties}}
@@ -141,10 +150,12 @@ class _CallFormat:
         written = []
         whole = _Whole(root, _MAX_COPIED)
         for name, value in properties.items():
-            if value is False and name not in required:
+            if value is False:
+                if name in required:
+                    raise ConversionError(f"property {name!r} is required, and no value satisfies it")
                 continue
             if '"' in name or OPENING_MARK in name:
-                raise ConversionError(f"property {name!r} of the {where} cannot be written in a call", "tools")
+                raise ConversionError(f"property {name!r} cannot be written in a call")
             options = [self._value(part, f'{name}"') for part in _value_parts(value, whole)]
             one = sequence(*self._tag("<", 'parameter name="'), {"type": "or", "elements": options})
             written.append(one if name in required else {"type": "optional", "content": one})
@@ -179,7 +190,7 @@ def _options(schema: Any, root: Any) -> list[Any]:
         else:
             options.append(node)
     if not options:
-        raise ConversionError("Invalid json schema: references go in a circle", "tools")
+        raise ConversionError("Invalid json schema: references go in a circle")
     return options
 
 
@@ -194,7 +205,7 @@ class _Whole:
         """What a part of it may refer to, with references that lead there from the part."""
         self.left -= len(json_text.compact(self.root))
         if self.left < 0:
-            raise ConversionError("Invalid json schema: too many of its parts refer to others", "tools")
+            raise ConversionError("Invalid json schema: too many of its parts refer to others")
         return _rewritten(self.root)
 
 
@@ -246,13 +257,16 @@ def _resolved(schema: Any, root: Any) -> Any:
         if not isinstance(schema, dict) or schema.keys() - _NOTES != {"$ref"}:
             return schema
         target = root
-        for name in str(schema["$ref"]).removeprefix("#").split("/")[1:]:
+        for name in unquote(str(schema["$ref"])).removeprefix("#").split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, dict) or name not in target:
-                raise ConversionError(f"Invalid json schema: {schema['$ref']} does not exist", "tools")
-            target = target[name]
+            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+                target = target[int(name)]
+            elif isinstance(target, dict) and name in target:
+                target = target[name]
+            else:
+                raise ConversionError(f"Invalid json schema: {schema['$ref']} does not exist")
         schema = target
-    raise ConversionError("Invalid json schema: references go in a circle", "tools")
+    raise ConversionError("Invalid json schema: references go in a circle")
 
 
 def _embedded(schema: Any, whole: _Whole) -> Any:
@@ -262,18 +276,40 @@ def _embedded(schema: Any, whole: _Whole) -> Any:
     return {**_rewritten(schema), "$defs": {"root": whole.copied()}}
 
 
+# Keywords whose values are schemas, and those that hold schemas by name. All other values are no schemas: a "$ref" in
+# them, say in an enum, is text.
+_SCHEMAS = {"items", "additionalItems", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf"}
+_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+
+
+def _subschemas(schema: Any) -> list[Any]:
+    if not isinstance(schema, dict):
+        return []
+    found: list[Any] = []
+    for key, value in schema.items():
+        if key in _SCHEMAS:
+            found += value if isinstance(value, list) else [value]
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            found += value.values()
+    return found
+
+
 def _has_reference(schema: Any) -> bool:
-    if isinstance(schema, dict):
-        return "$ref" in schema or any(map(_has_reference, schema.values()))
-    return isinstance(schema, list) and any(map(_has_reference, schema))
+    return isinstance(schema, dict) and ("$ref" in schema or any(map(_has_reference, _subschemas(schema))))
 
 
 def _rewritten(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_rewritten(entry) for entry in schema]
+    """The schema with references that lead where they led, once it is #/$defs/root of another one."""
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: "#/$defs/root" + value.removeprefix("#") if key == "$ref" and isinstance(value, str) else _rewritten(value)
-        for key, value in schema.items()
-    }
+    return {key: _rewritten_value(key, value) for key, value in schema.items()}
+
+
+def _rewritten_value(key: str, value: Any) -> Any:
+    if key == "$ref" and isinstance(value, str):
+        return "#/$defs/root" + value.removeprefix("#")
+    if key in _NAMED_SCHEMAS and isinstance(value, dict):
+        return {name: _rewritten(entry) for name, entry in value.items()}
+    if key in _SCHEMAS:
+        return [_rewritten(entry) for entry in value] if isinstance(value, list) else _rewritten(value)
+    return value

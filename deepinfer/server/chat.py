@@ -69,7 +69,9 @@ async def create_chat_completion(request: Request) -> Response:
     prepared = await beside_loop(request, prepare_chat, state, raw, body.continues)
     asked = asked_structure(body, raw)
     parallel = body.parallel_tool_calls is not False
-    structure = conversation_structure(state, prepared.conversation, asked, "response_format", parallel)
+    structure = await beside_loop(
+        request, conversation_structure, state, prepared.conversation, asked, "response_format", parallel
+    )
     params = await with_structure(state, params, structure)
     conversation = prepared.with_output(stop, body.include_stop_str_in_output, holds_answer(asked))
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)

@@ -49,7 +49,9 @@ async def create_message(request: Request) -> Response:
     asked = asked_structure(body, raw)
     conversation = prepared.with_output(body.stop_sequences or [], body.include_stop_str_in_output, holds_answer(asked))
     parallel = not (body.tool_choice or {}).get("disable_parallel_tool_use")
-    structure = conversation_structure(state, prepared.conversation, asked, "output_config.format", parallel)
+    structure = await beside_loop(
+        request, conversation_structure, state, prepared.conversation, asked, "output_config.format", parallel
+    )
     params = await with_structure(state, params, structure)
     stream = MessagesStream(
         conversation, ticket.answer_id, state.text.name, tokenizer=state.text.tokenizer, new_id=new_call_id

@@ -86,7 +86,9 @@ async def create_response(request: Request) -> Response:
     asked = asked_structure(body, raw)
     conversation = prepared.with_output(stop, body.include_stop_str_in_output, holds_answer(asked))
     parallel = body.parallel_tool_calls is not False
-    structure = conversation_structure(state, prepared.conversation, asked, "text.format", parallel)
+    structure = await beside_loop(
+        request, conversation_structure, state, prepared.conversation, asked, "text.format", parallel
+    )
     params = await with_structure(state, params, structure)
     stream = ResponsesStream(
         replace(conversation, echo={**conversation.echo, **settings(body, params)}),

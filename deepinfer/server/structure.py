@@ -40,10 +40,11 @@ _NEUTRAL = {"disable_any_whitespace": (True, False), "disable_fallback": (True, 
 
 @dataclass(frozen=True)
 class Structure:
-    """A constraint, and the field of the request that asks for it."""
+    """A constraint, and the field of the request that asks for it; `schemas`: those in it, by their fields."""
 
     constraint: Constraint
     field: str
+    schemas: tuple[tuple[str, Any], ...] = ()
 
 
 def asked_structure(body: SamplingRequest, raw: Mapping[str, Any]) -> Structure | None:
@@ -146,14 +147,14 @@ def conversation_structure(
             return _whole_grammar(request, asked, control_ids["think_end"])
         answer = _as_format(asked)
     conversation = request.conversation
-    for tool in conversation.tools if conversation.tools_in_force else ():
-        schema = enforced_schema(tool, conversation.tool_choice == "required")
+    in_force = conversation.tools if conversation.tools_in_force else ()
+    is_required = conversation.tool_choice == "required"
+    schemas = [(tool.path, schema) for tool in in_force if (schema := enforced_schema(tool, is_required)) is not None]
+    for path, schema in schemas:
         try:
-            if schema is not None:
-                check_schema(schema)
+            check_schema(schema)
         except ValueError as error:
-            message = str(error).replace("so_args.schema", f"parameters of tool {tool.name!r}", 1)
-            raise ApiError(f"tools: {message}", param="tools") from None
+            raise structure_error(error, path) from None
     try:
         whole = output_format(request, answer, control_ids, parallel_calls)
     except ValueError as error:
@@ -164,7 +165,10 @@ def conversation_structure(
         field = "tools"
     if whole["type"] == "json_schema":
         return _structure("json", whole["json_schema"], field)
-    return _structure("structural_tag", {"type": "structural_tag", "format": whole}, field)
+    if answer is not None and answer["type"] == "json_schema":
+        schemas.append((field, answer["json_schema"]))
+    asked = _structure("structural_tag", {"type": "structural_tag", "format": whole}, field)
+    return replace(asked, schemas=tuple(schemas))
 
 
 def _as_format(asked: Structure) -> Format:
@@ -202,5 +206,15 @@ async def with_structure(state: ServerState, params: SamplingParams, structure: 
         with state.metrics.grammar():
             await state.text.engine.compile(so_args)
     except ValueError as error:
+        for path, schema in structure.schemas:  # one of them may be the reason
+            await _check_alone(state, path, schema)
         raise structure_error(error, structure.field) from None
     return params
+
+
+async def _check_alone(state: ServerState, path: str, schema: Any) -> None:
+    """ApiError naming the field of a schema that has no grammar by itself."""
+    try:
+        await state.text.engine.compile(_structure("json", schema, path).constraint.so_args())
+    except ValueError as error:
+        raise structure_error(error, path) from None

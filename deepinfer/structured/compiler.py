@@ -13,6 +13,7 @@ from typing import Any
 
 from deepinfer.structured.backend import Backend, Result, make_backend
 from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.faults import placed
 from deepinfer.structured.matcher import Grammar
 from deepinfer.structured.sandbox import EAGER_SECONDS, Sandbox
 from deepinfer.structured.vocabulary import Vocabulary
@@ -86,8 +87,8 @@ class GrammarCompiler:
         assert self._vocabulary is not None
         try:
             compiled = self._backend.build(self._backend.write(constraint) if written is None else written, run_aside)
-        except ValueError:
-            raise
+        except ValueError as error:
+            raise placed(error, constraint, self._backend) from None
         except BaseException as error:  # a library's fault (a panic is no Exception) is no reason to stop serving
             logger.exception("a grammar could not be compiled")
             raise ValueError(f"so_args.schema could not be compiled: {error}") from None

@@ -28,7 +28,7 @@ def endless(rules: Mapping[str, Ending]) -> list[str]:
     """The rules that never end: those that are not in the least fixed point."""
     users: dict[str, list[str]] = {}
     for name, rule in rules.items():
-        for used in _names(rule):
+        for used in names_in(rule):
             users.setdefault(used, []).append(name)
     ending: set[str] = set()
     waiting = list(rules)
@@ -47,9 +47,9 @@ def _ends(rule: Ending, ending: set[str]) -> bool:
     return all(results) if isinstance(rule, All) else any(results)
 
 
-def _names(rule: Ending) -> Iterator[str]:
+def names_in(rule: Ending) -> Iterator[str]:
     if isinstance(rule, str):
         yield rule
     else:
         for part in rule.parts:
-            yield from _names(part)
+            yield from names_in(part)

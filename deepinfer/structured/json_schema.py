@@ -7,11 +7,12 @@ the schema: whatever is not in the lists below is an error that names the keywor
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
 from deepinfer.errors import shown
-from deepinfer.structured.endless import ENDS, All, Ending, Some, endless
+from deepinfer.structured.endless import ENDS, All, Ending, Some, endless, names_in
 from deepinfer.structured.regex import portable_pattern
 
 MAX_DEPTH = 64  # of schemas within schemas
@@ -121,6 +122,11 @@ def _ending(schema: Any, at: str) -> Ending:
     return All(tuple(parts))
 
 
+def needed_by(schema: Any, at: str) -> set[str]:
+    """The schemas of which a value of this one, whose pointer is `at`, needs values, or of some of which."""
+    return set(names_in(_ending(schema, at)))
+
+
 def _object_ending(schema: dict[str, Any], at: str) -> Ending:
     named = schema.get("properties", {})
     parts = [f"{at}/properties/{_escape(name)}" for name in schema.get("required", ()) if name in named]
@@ -139,6 +145,36 @@ def _array_ending(schema: dict[str, Any], at: str) -> Ending:
     if count > first and rest in schema:
         parts.append(f"{at}/{rest}")
     return All(tuple(parts))
+
+
+def subschemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """(pointer, schema) of the schemas directly within this checked one, whose pointer is `at`."""
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        kind = _KEYWORDS.get(key)
+        if kind == _MAP:
+            yield from ((f"{at}/{key}/{_escape(name)}", entry) for name, entry in value.items())
+        elif kind == _MANY or kind == _ONE and isinstance(value, list):
+            yield from ((f"{at}/{key}/{number}", entry) for number, entry in enumerate(value))
+        elif kind == _ONE:
+            yield f"{at}/{key}", value
+
+
+def moved(schema: Any) -> Any:
+    """The checked schema as it must be when it is #/$defs/root of another one: references lead where they led."""
+    if not isinstance(schema, dict):
+        return schema
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        kind = _KEYWORDS.get(key)
+        if key == "$ref":
+            out[key] = "#/$defs/root" + value.removeprefix("#")
+        elif kind == _MAP:
+            out[key] = {name: moved(entry) for name, entry in value.items()}
+        elif kind in (_ONE, _MANY):
+            out[key] = [moved(entry) for entry in value] if isinstance(value, list) else moved(value)
+        else:
+            out[key] = value
+    return out
 
 
 def _check_value(key: str, value: Any, at: str) -> None:

@@ -117,6 +117,8 @@ def _reason(matcher: llguidance.LLMatcher) -> str:
         detail = [line[7:] for line in lines if line.startswith("error: ")]
         return f"not a regular expression that is supported: {', '.join(detail) or lines[0]}: {lines[1].strip()[:200]}"
     line = re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", lines[0])
+    if line.startswith("oneOf"):  # it goes on with an option that nobody here has
+        return "oneOf is not supported where its options cannot be told apart"
     return line[:300] + ("..." if len(line) > 300 else "")
 
 

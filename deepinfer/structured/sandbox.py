@@ -100,6 +100,7 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: str) -> None:
     from deepinfer.structured.backend import make_backend
+    from deepinfer.structured.faults import placed
     from deepinfer.structured.loading import load_vocabulary
 
     answers = os.fdopen(os.dup(1), "w")
@@ -111,7 +112,10 @@ def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: s
     def check(constraint: Constraint) -> str:
         start = time.process_time()
         grammar = backend.write(constraint)
-        automaton = backend.build(grammar).automaton()
+        try:
+            automaton = backend.build(grammar).automaton()
+        except ValueError as error:
+            raise placed(error, constraint, backend) from None
         if time.process_time() - start > CPU_SECONDS:
             raise ValueError("so_args.schema is too complex: compiling it takes too long")
         for _ in range(TRIED_STEPS):

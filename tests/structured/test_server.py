@@ -225,14 +225,36 @@ def test_native_route(server: Server) -> None:
     assert re.fullmatch("[0-9]{4}", server.http.post("/generate", json=body).json()["text"])
 
 
+def other(parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": "other", "parameters": parameters}}
+
+
+IMPOSSIBLE = {"type": "object", "properties": {
+    "b": {"type": "string"}, "a": {"type": "array", "items": {"type": "string", "minLength": 3, "maxLength": 2},
+                                   "minItems": 1}}, "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
+LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False}
 UNIQUE = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIQUE}}}, "response_format",
      "'uniqueItems' at #/uniqueItems"),
-    ({"tools": [function(True, {"type": "object", "properties": {"a": UNIQUE}, "required": ["a"]})]}, "tools",
-     "'uniqueItems' at #/properties/a/uniqueItems"),
-    ({"tools": [function(False, {"type": "object", "minProperties": 1})], "tool_choice": "required"}, "tools",
-     "minProperties"),
+    ({"tools": [function(True, {"type": "object", "properties": {"a": UNIQUE}, "required": ["a"]})]},
+     "tools[0].function.parameters", "'uniqueItems' at #/properties/a/uniqueItems"),
+    ({"tools": [function(), function(False)], "tool_choice": "required"},
+     "tools", "unique"),
+    ({"tools": [function(False, {"type": "object", "minProperties": 1})], "tool_choice": "required"},
+     "tools[0].function.parameters", "'minProperties' at #/minProperties"),
+    ({"tools": [function(False, {"type": "object", "properties": {"a": False}, "required": ["a"]})],
+      "tool_choice": "required"}, "tools[0].function.parameters", "'a' is required, and no value satisfies it"),
+    ({"tools": [function(), other(IMPOSSIBLE)], "tool_choice": "required"}, "tools[1].function.parameters",
+     "parameters: #/properties/a/items: Unsatisfiable schema: minLength (3) is greater than maxLength (2)"),
+    ({"tools": [function(), other(LOOP)], "tool_choice": "required"}, "tools[1].function.parameters",
+     "no finite value satisfies #:"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": IMPOSSIBLE}}},
+     "response_format", "response_format: #/properties/a/items: Unsatisfiable schema"),
+    ({"guided_json": IMPOSSIBLE}, "guided_json", "guided_json: #/properties/a/items: Unsatisfiable schema"),
+    ({"guided_json": IMPOSSIBLE, "tools": [function()]} | ON, "guided_json", "#/properties/a/items: Unsatisfiable"),
+    ({"guided_json": False}, "guided_json", "no value satisfies it"),
+    ({"guided_grammar": 'root ::= "a" root'}, "guided_grammar", "no finite text satisfies rule 'root'"),
     ({"guided_regex": "("}, "guided_regex", "unclosed group"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"guided_choice": []}, "guided_choice", "non-empty"),

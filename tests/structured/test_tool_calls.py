@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema
@@ -288,6 +289,7 @@ def test_strict_schemas_are_enforced_whole() -> None:
         {"type": "object", "properties": {'a"b': {}}},
         {"type": "object", "patternProperties": {"a": {}}},
         {"type": "object", "properties": {"a": {"$ref": "#/nope"}}},
+        {"type": "object", "properties": {"a": False}, "required": ["a"]},
         {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
     ],
 )
@@ -318,6 +320,58 @@ def test_references_that_go_in_circles_or_double_are_followed_once() -> None:
     with pytest.raises(ValueError, match="circle"):
         nothing = {**CLOSED, "properties": {"a": {"$ref": "#/$defs/c"}}, "$defs": {"c": circle}}
         Case(tools=[tool("a", nothing)], tool_choice="required")
+
+
+def test_a_reference_in_a_value_is_text() -> None:
+    """Only schemas have references: enum, const, default and examples hold values, and a property may be named $ref."""
+    value = {"$ref": "#/$defs/n", "items": {"$ref": "#"}}
+    properties = {
+        "a": {"anyOf": [{"const": value}, {"$ref": "#/$defs/n"}], "default": value, "examples": [value]},
+        "b": {"type": "array", "items": {"enum": [value, "#"]}, "minItems": 1, "maxItems": 1},
+        "c": {"type": "object", "properties": {"$ref": {"$ref": "#/$defs/n"}}, "required": ["$ref"],
+              "additionalProperties": False},
+    }  # fmt: skip
+    schema = {"type": "object", "properties": properties, "required": ["a", "b", "c"], "additionalProperties": False}
+    case = Case(tools=[tool("a", schema | {"$defs": {"n": {"type": "null"}}})], tool_choice="required")
+    seen = set()
+    for _, _, calls in case.outputs(12):
+        case.check(calls)
+        for _, arguments in calls:
+            assert json.loads(arguments)["c"] == {"$ref": None}
+            seen.add(json.dumps(json.loads(arguments)["a"]))
+    assert seen == {json.dumps(value), "null"}
+
+
+def test_references_into_lists_and_with_escapes_are_followed() -> None:
+    schema = CLOSED | {"properties": {"a": {"$ref": "#/$defs/x%20%7E1/anyOf/1"}},
+                       "$defs": {"x /": {"anyOf": [{"type": "null"}, {"enum": ["y"]}]}}}  # fmt: skip
+    case = Case(tools=[tool("a", schema)], tool_choice="required")
+    assert {arguments for _, _, calls in case.outputs(3) for _, arguments in calls} == {'{"a": "y"}'}
+
+
+LABELS = {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2}
+
+
+def test_hundreds_of_strict_tools_are_a_small_grammar() -> None:
+    """Equal parts of tools share a rule; what 200 tools have in common is compiled once."""
+    parameters = {"type": "object", "additionalProperties": False, "properties": {
+        "query": {"type": "string"}, "limit": {"type": ["integer", "null"]},
+        "mode": {"type": "string", "enum": ["fast", "slow"]},
+        "options": {"type": "object", "properties": {"deep": {"type": "boolean"}, "tags": LABELS},
+                    "additionalProperties": False},
+    }}  # fmt: skip
+    own = [
+        {**parameters, "properties": {**parameters["properties"], f"p{i}": {"type": "integer", "minimum": i}}}
+        for i in range(200)
+    ]
+    start = time.process_time()
+    case = Case(tools=[tool(f"t{i}", schema, True) for i, schema in enumerate(own)], tool_choice="required")
+    assert case.grammar is not None and time.process_time() - start < 5
+    names = set()
+    for _, _, calls in case.outputs(10):
+        case.check(calls)
+        names |= {name for name, _ in calls}
+    assert len(names) > 3
 
 
 def test_a_schema_is_not_copied_into_thousands_of_parts() -> None:
