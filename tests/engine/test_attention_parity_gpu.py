@@ -64,7 +64,8 @@ def float32_attention(noise: float) -> Callable[..., Tensor]:
 
     def attention(q: Tensor, *rest: object) -> Tensor:
         result = ops.sparse_attention.reference(q.float(), *rest)
-        result *= 1 + noise * torch.randn(result.shape, generator=g, device=result.device)
+        if noise:
+            result *= 1 + noise * torch.randn(result.shape, generator=g, device=result.device)
         return result.to(q.dtype)
 
     return attention
