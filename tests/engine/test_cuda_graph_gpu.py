@@ -246,26 +246,21 @@ def test_no_step_waits_for_the_device(mode: str) -> None:
                 assert output.error is None, output.error
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-def test_an_overlapped_step_is_launched_without_a_wait(graphs: bool) -> None:
-    """All of it: scheduling, packing the inputs, the model, sampling of every kind, and preemption with swapping.
+KINDS = [
+    SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True),
+    SamplingParams(seed=1, top_p=0.9, top_k=40, logprobs=3, max_tokens=140, ignore_eos=True),
+    SamplingParams(
+        seed=2, min_p=0.1, repetition_penalty=1.2, frequency_penalty=0.5, max_tokens=140, ignore_eos=True, n=2
+    ),
+    SamplingParams(seed=3, logit_bias={7: 2.0}, min_tokens=9, allowed_token_ids=[*range(3, 99)], max_tokens=140),
+]
 
-    Only `read` may wait. PyTorch reports every other wait for the device as an error.
+
+def launch_watched(engine: Engine) -> None:
+    """Requests of all kinds, twice: the first compiles kernels, in the second PyTorch reports waits as errors.
+
+    Only `read` may wait for the device.
     """
-    runner = nano(
-        max_num_seqs=6, num_blocks=14, watermark=0.0, cuda_graphs=graphs, preemption_mode="swap",
-        swap_memory_bytes=1 << 26, prefill_chunk_size=128, max_num_batched_tokens=128,
-    )  # fmt: skip
-    engine = Engine(runner, runner.config, runner.eos_token_ids)
-    assert engine.overlaps
-    kinds = [
-        SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True),
-        SamplingParams(seed=1, top_p=0.9, top_k=40, logprobs=3, max_tokens=140, ignore_eos=True),
-        SamplingParams(
-            seed=2, min_p=0.1, repetition_penalty=1.2, frequency_penalty=0.5, max_tokens=140, ignore_eos=True, n=2
-        ),
-        SamplingParams(seed=3, logit_bias={7: 2.0}, min_tokens=9, allowed_token_ids=[*range(3, 99)], max_tokens=140),
-    ]
     launch_forward, launch_sampling = engine._launch_forward, engine._launch_sampling
 
     def watched(launch: Callable[..., object]) -> Callable[..., object]:
@@ -278,18 +273,42 @@ def test_an_overlapped_step_is_launched_without_a_wait(graphs: bool) -> None:
 
         return call
 
-    for round_number in range(2):  # the first compiles kernels
+    assert engine.overlaps
+    for round_number in range(2):
         if round_number:
             engine._launch_forward = watched(launch_forward)  # type: ignore[method-assign, assignment]
             engine._launch_sampling = watched(launch_sampling)  # type: ignore[method-assign, assignment]
-        for number, params in enumerate(kinds):
-            prompt = [3 + (7 * i + number) % 5000 for i in range(100 + 90 * number)]
+        for number, params in enumerate(KINDS):
+            prompt = [3 + (7 * i + number) % 50 for i in range(100 + 90 * number)]
             engine.add_request(f"{round_number}-{number}", prompt, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 assert output.error is None, output.error
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_an_overlapped_step_is_launched_without_a_wait(graphs: bool) -> None:
+    """All of it: scheduling, packing the inputs, the model, sampling of every kind, and preemption with swapping."""
+    runner = nano(
+        max_num_seqs=6, num_blocks=14, watermark=0.0, cuda_graphs=graphs, preemption_mode="swap",
+        swap_memory_bytes=1 << 26, prefill_chunk_size=128, max_num_batched_tokens=128,
+    )  # fmt: skip
+    engine = Engine(runner, runner.config, runner.eos_token_ids)
+    launch_watched(engine)
     swap = engine.scheduler.swap
     assert swap is not None and swap.num_swapped_out > 1
+
+
+@pytest.mark.parametrize("speculative", [
+    {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+    {"method": "dspark"},
+    {"method": "dspark", "draft_sample_method": "probabilistic"},
+], ids=lambda s: "-".join(map(str, s.values())))  # fmt: skip
+def test_a_step_with_drafts_is_launched_without_a_wait(speculative: dict) -> None:
+    runner = nano(max_num_seqs=6, cuda_graphs=True, speculative_config={**speculative, "variable_length": False})
+    engine = Engine(runner, runner.config, runner.eos_token_ids)
+    launch_watched(engine)
+    assert engine.observer.stats.totals["draft_tokens"] > 100
 
 
 def test_parts_of_a_decode_step_are_timed_inside_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
