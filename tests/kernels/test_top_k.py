@@ -1,4 +1,4 @@
-"""`top_k`: values and positions against a plain sort, and what it says about NaN; with the backend where there is one."""
+"""`top_k`: values and positions against a plain sort, and what it says about NaN; on a GPU with its backend."""
 
 from __future__ import annotations
 
