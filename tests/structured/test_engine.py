@@ -85,9 +85,12 @@ def test_generated_schemas_hold_at_every_temperature(llm: LLM, temperature: floa
         except ValueError:
             pass
     params = [
-        SamplingParams(temperature=temperature, max_tokens=60, so_args={"schema_type": "json", "schema": json.dumps(s)})
-        for s in schemas
-    ]
+        SamplingParams(
+            temperature=temperature, seed=number, max_tokens=60,
+            so_args={"schema_type": "json", "schema": json.dumps(schema)},
+        )
+        for number, schema in enumerate(schemas)
+    ]  # fmt: skip
     prompts = [f"{number} Write prose, no JSON." for number in range(len(schemas))]
     num_complete = 0
     for schema, output in zip(schemas, llm.generate(prompts, params), strict=True):
@@ -144,11 +147,13 @@ def test_a_bound_token_forces_the_trigger(llm: LLM) -> None:
 
 def test_other_settings_that_choose_tokens(llm: LLM) -> None:
     letters = [i for i in range(8192) if re.fullmatch(rb"[A-F]|[0-9]|-", tokenizer().bytes_of(i))]
-    params = SamplingParams(temperature=1, max_tokens=60, so_args=REGEX, allowed_token_ids=[*letters, EOS], n=4)
+    params = SamplingParams(temperature=1, max_tokens=60, seed=1, so_args=REGEX, allowed_token_ids=[*letters, EOS], n=4)
     for completion in llm.generate("x", params)[0].outputs:
         assert re.fullmatch("[A-F]{2}-[0-9]{3}", completion.text)
     banned = tokenizer().encode_text("left")
-    params = SamplingParams(temperature=1, max_tokens=60, so_args=CASES[3][1], bad_words_token_ids=[[banned[0]]], n=4)
+    params = SamplingParams(
+        temperature=1, max_tokens=60, seed=1, so_args=CASES[3][1], bad_words_token_ids=[[banned[0]]], n=4
+    )
     assert {c.text for c in llm.generate("x", params)[0].outputs} <= {"left", "right"}
     digit = tokenizer().encode_text("7")[0]
     params = SamplingParams(temperature=0, max_tokens=60, logit_bias={digit: 100.0}, so_args=REGEX)
@@ -162,7 +167,7 @@ def test_other_settings_that_choose_tokens(llm: LLM) -> None:
 )
 def test_when_nothing_is_left_the_request_ends_with_an_error_and_no_other(llm: LLM, settings: dict[str, Any]) -> None:
     prompts = ["x", "x", "y"]
-    bad = SamplingParams(temperature=1, max_tokens=60, so_args=REGEX, **settings)
+    bad = SamplingParams(temperature=1, max_tokens=60, seed=1, so_args=REGEX, **settings)
     good = SamplingParams(temperature=0, max_tokens=60, so_args=REGEX)
     outputs = llm.generate(prompts, [good, bad, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)])
     assert outputs[1].error is not None and "no token is left" in outputs[1].error
