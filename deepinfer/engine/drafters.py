@@ -69,7 +69,7 @@ def make_speculation(
         most = config.max_num_seqs * (1 + drafter.num_drafts)
         sizes = sorted({shape.rows for shape in graphs.shapes}) if graphs is not None else None
         step_ms = times_by_rows(measure(), most + 1, sizes)
-    return Speculation(drafter, state, step_ms, draft_ms, variable)
+    return Speculation(drafter, state, step_ms, draft_ms, variable, config.overlaps_steps)
 
 
 def captured(draft: DraftSlots, state: SlotTokens, config: EngineConfig, vocab_size: int | None) -> DraftSlots:

@@ -103,6 +103,7 @@ class Engine:
         self._num_arrived = 0
         self._deadlines = Deadlines()
         self._last_read = 0.0  # when the tokens of the latest step were read
+        self._read_prefill = False  # whether it was a prefill step
         self._seeds = np.random.default_rng(config.seed)
         self.observer = Observer.of(runner, config)
         self._observing = True
@@ -329,9 +330,12 @@ class Engine:
         """Tell whoever plans with it how long a step took. Call when its tokens are read."""
         last_read, self._last_read = self._last_read, time.monotonic()
         start, end = step.launch_time
+        behind_prefill, self._read_prefill = self._read_prefill, step.batch.is_prefill
         if not step.batch.is_prefill:
-            if self.speculation is not None:
-                self.speculation.observe(step, 1e3 * (self._last_read - max(start, last_read)))
+            if self.speculation is not None:  # the first step behind a prefill step is like no other
+                self.speculation.observe(
+                    step, None if behind_prefill else 1e3 * (self._last_read - max(start, last_read))
+                )
             return
         if self.config.prefill_step_ms is None:
             return

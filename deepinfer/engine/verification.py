@@ -42,6 +42,8 @@ from deepinfer.speculation.gate import DraftGate
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.speculation.step_times import StepTimes
 
+OLD_CHANCES = 0.5  # what the chances of the drafts before count for, beside those of all
+
 
 @dataclass(slots=True)
 class LaunchedRound:
@@ -97,6 +99,7 @@ class Speculation:
             verified that has a chance.
         draft_ms: [slots] milliseconds of making drafts, by sequences; None: nothing.
         variable_length: False: all drafts are verified.
+        overlaps: the next step is planned before the drafts that it verifies are read.
     """
 
     def __init__(
@@ -106,11 +109,13 @@ class Speculation:
         step_ms: np.ndarray | None = None,
         draft_ms: np.ndarray | None = None,
         variable_length: bool = True,
+        overlaps: bool = False,
     ) -> None:
         num_slots = len(state.lengths)
         self.drafter = drafter
         self.state = state
         self.variable_length = variable_length
+        self.overlaps = overlaps
         self._draws = drafter.probabilities is not None
         if step_ms is None:
             step_ms = np.ones(num_slots * (1 + drafter.num_drafts) + 1)
@@ -136,21 +141,24 @@ class Speculation:
         self._new_scores = []
         if not any(room):
             return room
-        nothing = [0.0] * most
+        unknown = self.gate.profile
         survival = np.array(
-            [nothing if seq.draft_scores is None else self.drafter.survival(seq.draft_scores) for seq in sequences]
+            [unknown if seq.draft_scores is None else self.drafter.survival(seq.draft_scores) for seq in sequences]
         )
+        if self.overlaps:  # those are the chances of the drafts before
+            survival = OLD_CHANCES * survival + (1 - OLD_CHANCES) * unknown
         chances = np.minimum(self.gate.trust * survival, 1.0)
         step_ms = self.times.by_drafts(len(sequences), survival.size, self._makes_drafts)
         lengths = draft_lengths(chances, np.array(room), step_ms, self._draws)
         self._num_expected = float(survival[np.arange(most) < lengths[:, None]].sum())
         return lengths.tolist()
 
-    def observe(self, step: LaunchedStep, ms: float) -> None:
-        """A decode step has been read, so long after it began, or after the one in front of it was read."""
+    def observe(self, step: LaunchedStep, ms: float | None) -> None:
+        """A decode step has been read, so long after it began or the one in front was read (None: unknown)."""
         round = step.sampled
         if self.variable_length and isinstance(round, LaunchedRound) and step.sequences:
-            self.times.observe(len(step.sequences), sum(step.batch.num_tokens), round.makes_drafts, ms)
+            if ms is not None:
+                self.times.observe(len(step.sequences), sum(step.batch.num_tokens), round.makes_drafts, ms)
             if step.batch.has_drafts:
                 self.gate.learn(round.num_expected, round.num_accepted)
             scores = [seq.draft_scores for seq in step.sequences if seq.draft_scores is not None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from deepinfer.speculation.acceptance import PRIOR_RATE
 from deepinfer.speculation.draft_lengths import expected_rate
 from deepinfer.speculation.step_times import StepTimes
 
@@ -33,7 +34,8 @@ class DraftGate:
         self.times = times
         self.num_drafts = num_drafts
         self.is_open = True
-        self._seen = np.empty((0, num_drafts))  # chances of the latest drafts
+        self._seen: list[list[float]] = []  # chances of the latest drafts
+        self.profile = np.cumprod(np.full(num_drafts, PRIOR_RATE))  # their mean, where there have been any
         self._steps = 0  # since the gate opened or closed, or since the latest check or probe
         self._left = 0  # steps that are left of it
         self._failures = 0  # times that drafts did not pay since they last did
@@ -50,7 +52,7 @@ class DraftGate:
         """Whether the next step, of so many sequences, makes drafts for the one behind it."""
         self._steps += 1
         resized = 4 * abs(num_sequences - self._reviewed) > self._reviewed
-        if len(self._seen) and (resized or self._steps % REVIEW == 0):
+        if self._seen and (resized or self._steps % REVIEW == 0):
             self._reviewed = num_sequences
             self._review(num_sequences)
         return self._drafts_but_for_checks(num_sequences) if self.is_open else self._probes(num_sequences)
@@ -84,8 +86,7 @@ class DraftGate:
     def saw(self, survival: list[list[float]]) -> None:
         """Chances, each [K], of drafts that have been made."""
         if survival:
-            kept = max(MEMORY, len(survival))
-            self._seen = np.concatenate((self._seen, np.nan_to_num(survival, nan=0.0)))[-kept:]
+            self._seen = [*self._seen, *survival][-max(MEMORY, len(survival)) :]
 
     def learn(self, num_expected: float, num_accepted: int) -> None:
         """Of the drafts of a step so many were expected to be accepted, and were."""
@@ -97,10 +98,13 @@ class DraftGate:
     def gain(self, num_sequences: int) -> float:
         """Tokens a millisecond of steps with drafts like the latest, as a multiple of those without."""
         step_ms = self.times.by_drafts(num_sequences, num_sequences * self.num_drafts, True)
-        with_drafts = expected_rate(np.minimum(self.trust * self._seen, 1.0), num_sequences, step_ms)
+        seen = np.nan_to_num(np.array(self._seen), nan=0.0)
+        self.profile = seen.mean(axis=0)
+        with_drafts = expected_rate(np.minimum(self.trust * seen, 1.0), num_sequences, step_ms)
         return with_drafts * self.times.plain(num_sequences) / num_sequences
 
     def _review(self, num_sequences: int) -> None:
+        self.times.correct()
         opens = self.gain(num_sequences) >= (1.0 if self.is_open else OPENS)
         if opens != self.is_open:
             self.is_open, self._steps, self._left = opens, 0, 0

@@ -56,16 +56,15 @@ class StepTimes:
             return
         expected = self._step_ms[num_rows] + (self._draft_ms[num_sequences] if drafting else 0.0)
         self._ratios[drafting][_size_class(num_rows)].append(float(ms / expected))
-        self._correct()
 
     def fade(self) -> None:
         """Drafts have not been verified for long: what is known of such steps slowly counts less than the curve."""
         for ratios in self._ratios[True]:
             if ratios:
                 ratios.popleft()
-        self._correct()
 
-    def _correct(self) -> None:
+    def correct(self) -> None:
+        """Let the times follow what was observed; so far they have not."""
         known = [
             {size: min(max(median(r), 1 / BOUND), BOUND) for size, r in enumerate(kind) if len(r) >= ENOUGH}
             for kind in self._ratios

@@ -139,20 +139,26 @@ def test_times_follow_the_median_within_bounds() -> None:
     times = StepTimes(FLAT, DRAFTS)
     for _ in range(ENOUGH - 1):
         times.observe(4, 4, False, 2 * FLAT[4])
+    times.correct()
     assert times.plain(4) == FLAT[4]  # too little is known
     times.observe(4, 4, False, 2 * FLAT[4])
+    assert times.plain(4) == FLAT[4]
+    times.correct()
     assert times.plain(4) == pytest.approx(2 * FLAT[4])
     assert times.plain(64) == pytest.approx(2 * FLAT[64])  # nearest known
     assert times.by_drafts(4, 8, True)[8] == pytest.approx(2 * (FLAT[12] + DRAFTS[4]))  # nothing of that kind is known
     for ms in [1e6] + [2 * FLAT[4]] * 2 + [1e-6]:  # disturbances
         times.observe(4, 4, False, ms)
+    times.correct()
     assert times.plain(4) == pytest.approx(2 * FLAT[4])
     for _ in range(KEPT):
         times.observe(4, 24, True, 100 * (FLAT[24] + DRAFTS[4]))
+    times.correct()
     assert times.by_drafts(4, 20, True)[20] == pytest.approx(BOUND * (FLAT[24] + DRAFTS[4]))
     assert times.plain(4) == pytest.approx(2 * FLAT[4])
     for _ in range(KEPT):
         times.fade()
+    times.correct()
     assert times.by_drafts(4, 20, True)[20] == pytest.approx(2 * (FLAT[24] + DRAFTS[4]))
 
 
@@ -160,4 +166,5 @@ def test_steps_that_verify_and_make_none_teach_nothing() -> None:
     times = StepTimes(FLAT, DRAFTS)
     for _ in range(KEPT):
         times.observe(4, 24, False, 1e3)
+    times.correct()
     assert times.plain(4) == FLAT[4]
