@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -15,7 +14,8 @@ from deepinfer.structured.backend import Backend, Result, make_backend
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.faults import placed
 from deepinfer.structured.matcher import Grammar
-from deepinfer.structured.sandbox import EAGER_SECONDS, Sandbox
+from deepinfer.structured.priority import join_politely
+from deepinfer.structured.sandbox import Sandbox
 from deepinfer.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -141,10 +141,5 @@ def run_aside(function: Callable[[], Result]) -> Result:
 
     thread = threading.Thread(target=work, name="deepinfer-grammar-build", daemon=True)
     thread.start()
-    thread.join(EAGER_SECONDS)
-    if thread.is_alive() and thread.native_id is not None:
-        try:  # Linux has a niceness for each thread
-            os.setpriority(os.PRIO_PROCESS, thread.native_id, 19)
-        except (AttributeError, OSError):
-            pass
+    join_politely(thread)
     return done.result()

@@ -1,9 +1,9 @@
 """A process that compiles a grammar first: whatever happens to it there happens to nobody else.
 
 A schema is a program that a client wrote. Most compile in milliseconds; some take minutes, gigabytes or all the stack.
-Each is compiled in a fork, which soon gets what others leave of the CPUs, has limited memory, and is killed when it
-takes too long. What has passed, in the words of the grammar library, may be compiled again beside the engine, in less
-time than it took here.
+Each is compiled in a fork, which has limited memory, gets little of the CPUs once it has taken long, and is killed in
+the end. What has passed, in the words of the grammar library, may be compiled again beside the engine, in less time
+than it took here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 
 from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.priority import wait_eagerly
 
 MEMORY_BYTES = 2 << 30
 START_SECONDS = 120.0
 CPU_SECONDS = 1.0  # that compiling may take
 MASK_SECONDS = 0.05  # of CPU that the mask of a step may take
 TRIED_STEPS = 16
-EAGER_SECONDS = 0.02  # that a compilation has before it has to step back
 Answer = tuple[str | None, str | None]  # what is wrong, or the grammar
 
 
@@ -159,12 +159,14 @@ def in_child(judge: Callable[[], Answer], seconds: float) -> Answer:
             pipe.write(json.dumps(judge()))
         os._exit(0)
     os.close(write_end)
+
+    def has_answer(seconds: float) -> bool:
+        return bool(select.select([read_end], [], [], seconds)[0])
+
     try:
-        if not select.select([read_end], [], [], EAGER_SECONDS)[0]:
-            os.setpriority(os.PRIO_PROCESS, pid, 19)  # no usual schema: from here on others come first
-            if not select.select([read_end], [], [], seconds)[0]:
-                os.kill(pid, signal.SIGKILL)
-                return f"so_args.schema is too complex: it was not compiled within {seconds:g} s", None
+        if not wait_eagerly(has_answer, pid) and not has_answer(seconds):
+            os.kill(pid, signal.SIGKILL)
+            return f"so_args.schema is too complex: it was not compiled within {seconds:g} s", None
         with os.fdopen(os.dup(read_end)) as pipe:
             answer = pipe.read()
         if not answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import select
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from deepinfer.engine.compiling import Compiling
 from deepinfer.engine.loading import load_engine
 from deepinfer.structured import compiler as compiler_module
 from deepinfer.structured.compiler import GrammarCompiler
+from deepinfer.structured.priority import NICENESS, join_politely
 from deepinfer.structured.sandbox import Sandbox
 from tests.structured.grammars import EOS, NANO, VOCAB_SIZE, allowed, tokenizer, vocabulary
 
@@ -290,3 +292,21 @@ def test_an_engine_process_compiles_and_refuses(tiny: Any) -> None:
 def test_the_vocabulary_is_that_of_the_model() -> None:
     assert vocabulary().size == VOCAB_SIZE and vocabulary().eos_token_ids == (EOS,)
     assert vocabulary().encode("ab c") == tokenizer().encode_text("ab c")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux")
+@pytest.mark.parametrize("cpu_seconds", [0.0, 0.2])
+def test_a_thread_that_takes_long_steps_back(cpu_seconds: float) -> None:
+    found: list[int] = []
+
+    def work() -> None:
+        while time.thread_time() < cpu_seconds:
+            pass
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    thread = threading.Thread(target=work)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    thread.start()
+    join_politely(thread)
+    assert found == [max(NICENESS, before) if cpu_seconds else before] and not thread.is_alive()
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
