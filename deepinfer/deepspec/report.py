@@ -1,8 +1,9 @@
-"""From the results of `deepspec eval` and `calibrate` to records and the generated part of docs/speculation.md.
+"""From the results of `deepspec eval` and `calibrate` to records and the generated parts of the documents.
 
     python -m deepinfer.deepspec.report --evals T0 T1 DRAWN --calibration CALIBRATION
 
-EVAL folders hold eval.json, the one of --calibration holds calibration.json; --runs keeps their figures.
+EVAL folders hold eval.json, the one of --calibration holds calibration.json; --runs keeps their figures, and holds the
+logs of the training runs that made the head, draft_training*.json in their order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from deepinfer.bench.results import RESULTS_DIR, Record, cpu_device_name, measured, save
 
-_GENERATED = re.compile(r"(<!-- nano:drafts -->\n).*?(<!-- /nano:drafts -->)", re.DOTALL)
+_GENERATED = re.compile(r"(<!-- nano:(drafts|draft_training) -->\n).*?(<!-- /nano:\2 -->)", re.DOTALL)
 EVAL = "deepinfer deepspec eval --target nano --tasks benchmarks/nano/draft_prompts --max-tokens 128 --out OUT"
 LENGTH_WANTED, ERROR_ALLOWED = 2.2, 0.06
 SETS = {"prose": "prose", "code": "code", "tool": "tool calls", "all": "all"}
@@ -66,28 +67,54 @@ def document(runs: list[dict[str, Any]], calibration: dict[str, Any]) -> str:
     return "\n".join([*lines, "", text, ""])
 
 
+def training(logs: list[dict[str, Any]]) -> str:
+    """The runs that made the head, one behind the other."""
+    lines = [
+        "| run | rows | tokens of a row | steps of rows x blocks | tokens read | epochs | seconds | device |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for number, log in enumerate(logs, 1):
+        width = log["tokens"] // log["step"] // log["batch"] - 1
+        lines.append(
+            f"| {number} | {log['rows']:,} | {width:,} | {log['step']:,} of {log['batch']} x {log['anchors']} | "
+            f"{log['tokens'] / 1e6:.0f} million | {log['epochs']:.1f} | {log['seconds']:.0f} | {log['device']} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def fill(path: Path, name: str, text: str) -> None:
+    """Replace what stands between the marks of `name`.
+
+    Raises:
+        ValueError: the document does not have them once.
+    """
+    document = path.read_text(encoding="utf-8")
+    found = [match for match in _GENERATED.finditer(document) if match[2] == name]
+    if len(found) != 1:
+        raise ValueError(f"document: {path} must have one <!-- nano:{name} --> part, has {len(found)}")
+    (match,) = found
+    path.write_text(document[: match.start()] + match[1] + text + match[3] + document[match.end() :], encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--evals", type=Path, nargs="+", required=True)
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--runs", type=Path, default=Path("benchmarks/nano"))
     parser.add_argument("--results", type=Path, default=RESULTS_DIR)
-    parser.add_argument("--document", type=Path, default=Path("docs/speculation.md"))
+    parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args(arguments)
     runs = [json.loads((folder / "eval.json").read_text()) for folder in options.evals]
     for run in runs:
         for row in run["sets"].values():
             row.pop("speed_up")  # of a machine that did other things too
     calibration = json.loads((options.calibration / "calibration.json").read_text())
+    logs = [json.loads(path.read_text()) for path in sorted(options.runs.glob("draft_training*.json"))]
     for name, figures in (("draft_acceptance", runs), ("draft_calibration", calibration)):
         (options.runs / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
     save("drafts", records(runs, calibration), options.results)
-    text, count = _GENERATED.subn(
-        lambda match: match[1] + document(runs, calibration) + match[2], options.document.read_text(encoding="utf-8")
-    )
-    if count != 1:
-        raise ValueError(f"document: {options.document} must have one <!-- nano:drafts --> part, has {count}")
-    options.document.write_text(text, encoding="utf-8")
+    fill(options.docs / "speculation.md", "drafts", document(runs, calibration))
+    fill(options.docs / "nano.md", "draft_training", training(logs))
 
 
 if __name__ == "__main__":

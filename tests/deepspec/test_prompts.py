@@ -11,7 +11,7 @@ TEXT, CHAT = list(range(1000, 1200)), list(range(2000, 2040))
 
 
 def write_rows(folder):
-    """A text of 200 tokens, a chat whose last 10 are the answer, a text too short, one cut off by the end of the row."""
+    """A text of 200 tokens, a chat whose last 10 are the answer, a text too short, one that the row cuts off."""
     tokens = [0, *TEXT, 0, *CHAT, 0, *range(3000, 3050), 0, *range(4000, 4300)]
     written = [0] + [1] * 200 + [0] + [0] * 30 + [1] * 10 + [0] + [1] * 50 + [0] + [1] * 300
     np.save(folder / "train-0.npy", np.array([tokens], np.uint16))

@@ -25,18 +25,26 @@ def files(tmp_path):
     errors = {"as trained": 0.25, "calibrated": 0.0625}
     record = {"blocks": 4321, "expected_calibration_error": errors, "temperatures": [1.0]}
     (tmp_path / "a" / "calibration.json").write_text(json.dumps(record))
-    (tmp_path / "doc.md").write_text("before\n<!-- nano:drafts -->\nold\n<!-- /nano:drafts -->\nafter\n")
-    paths = ["--runs", str(tmp_path), "--results", str(tmp_path), "--document", str(tmp_path / "doc.md")]
+    for name, part in (("speculation", "drafts"), ("nano", "draft_training")):
+        text = f"before\n<!-- nano:{part} -->\nold\n<!-- /nano:{part} -->\nafter\n"
+        (tmp_path / f"{name}.md").write_text(text)
+    log = {"rows": 5000, "tokens": 2_050_000, "step": 100, "batch": 20, "anchors": 64, "epochs": 0.4}
+    (tmp_path / "draft_training.json").write_text(json.dumps({**log, "seconds": 61.2, "device": "one"}))
+    (tmp_path / "draft_training_2.json").write_text(json.dumps({**log, "seconds": 70.0, "device": "two"}))
+    paths = ["--runs", str(tmp_path), "--results", str(tmp_path), "--docs", str(tmp_path)]
     return ["--evals", *folders, "--calibration", folders[0], *paths]
 
 
 def test_records_and_document(files, tmp_path):
     report.main(files)
-    text = (tmp_path / "doc.md").read_text()
+    text = (tmp_path / "speculation.md").read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| temperature 0 | 1,000 | 2.50 (1.50) | 2.10 (1.10) | 4.25 (3.25) | 2.75 (1.75) |" in text
     assert "| temperature 1, drafts drawn | 1,000 | 2.50" in text
     assert "4,321 blocks" in text and "0.250 as trained and 0.062 calibrated" in text
+    trained = (tmp_path / "nano.md").read_text()
+    assert "| 1 | 5,000 | 1,024 | 100 of 20 x 64 | 2 million | 0.4 | 61 | one |\n| 2 |" in trained
+    assert trained.startswith("before\n") and trained.endswith("after\n") and "old" not in trained
     found = {record.name: record for record in load(tmp_path / "drafts.json")}
     assert len(found) == 4 * 2 + 4 + 1
     assert found["mean accepted length, code, temperature 0 (nano's head)"].met is False
@@ -49,6 +57,6 @@ def test_records_and_document(files, tmp_path):
 
 
 def test_a_document_without_its_part_is_refused(files, tmp_path):
-    (tmp_path / "doc.md").write_text("nothing\n")
+    (tmp_path / "speculation.md").write_text("nothing\n")
     with pytest.raises(ValueError, match="must have one"):
         report.main(files)
