@@ -76,6 +76,16 @@ def test_bad_prompts(run: Run, checkpoint: Path) -> None:
     check(run("generate", "--model", str(checkpoint), "-", stdin=""), "prompt")
 
 
+def test_structured_output_is_named_by_its_option(run: Run) -> None:
+    endless = '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'
+    check(run("generate", "hi", "--json-schema", endless), "--json-schema", "no finite value satisfies #")
+    check(run("generate", "hi", "--json-schema", '{"not": {}}'), "--json-schema", "'not' at #/not")
+    check(run("generate", "hi", "--regex", "("), "--regex", "unclosed group")
+    check(run("generate", "hi", "--grammar", 'root ::= "a" root'), "--grammar", "rule 'root'")
+    check(run("generate", "hi", "--grammar", "a", "--regex", "b"), "--regex", "--grammar")
+    check(run("generate", "hi", "--regex", ""), "--regex", "non-empty")
+
+
 def test_broken_checkpoints(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     def broken(name: str) -> Path:
         return Path(shutil.copytree(checkpoint, tmp_path / name))
