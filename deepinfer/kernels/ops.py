@@ -8,7 +8,16 @@ from deepinfer.kernels import cpu, registry  # cpu registers its backends
 from deepinfer.kernels.deep_gemm.available import is_available
 from deepinfer.kernels.platform import PLATFORM
 from deepinfer.kernels.reference.attention import rotated_attention, sparse_attention
-from deepinfer.kernels.reference.basic import linear, norm_latents, norm_rope, rms_norm, rope, round_fp8, swiglu
+from deepinfer.kernels.reference.basic import (
+    linear,
+    linear_fp8,
+    norm_latents,
+    norm_rope,
+    rms_norm,
+    rope,
+    round_fp8,
+    swiglu,
+)
 from deepinfer.kernels.reference.bitmask import apply_token_bitmask
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, round_trip_rows, store_rows
 from deepinfer.kernels.reference.casts import cast_groups, norm_cast, rope_cast, swiglu_cast, uncast_groups
@@ -58,6 +67,7 @@ __all__ = [
     "hc_pre",
     "index_scores",
     "linear",
+    "linear_fp8",
     "load_rows",
     "lookup_drafts",
     "mask_to_candidates",
@@ -72,6 +82,7 @@ __all__ = [
     "pool_groups",
     "prefill_plan",
     "reads_fp4_experts",
+    "reads_narrow_weights",
     "reduce_rows",
     "rms_norm",
     "rope",
@@ -96,6 +107,12 @@ __all__ = [
 def multiplies_fp8(dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether the products of kernels/deep_gemm take activations of `dtype` there: BF16 on Hopper, with a compiler."""
     return dtype is torch.bfloat16 and is_available(torch.device(device))
+
+
+def reads_narrow_weights(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether `linear` reads BF16 weights, and `linear_fp8` FP8 ones, at full speed with `dtype` there."""
+    is_on_cpu = torch.device(device).type == "cpu" and not registry.FORCE_REFERENCE
+    return is_on_cpu and dtype is torch.float32 and cpu.cpu_backend_status().active
 
 
 def reads_fp4_experts(dtype: torch.dtype, device: torch.device | str) -> bool:

@@ -5,7 +5,9 @@ Those kernels round the activations to FP8, as the released model does (spec: mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from deepinfer.kernels.deep_gemm.fp4_weights import arrange
 from deepinfer.kernels.deep_gemm.fp8_few_rows import workspace
 from deepinfer.kernels.deep_gemm.linear import Fp8Weight
 from deepinfer.models.layers.block import Layer
+from deepinfer.models.layers.linear import StoredFp8
 from deepinfer.models.layers.moe import ArrangedExperts, StoredExperts
 
 
@@ -28,18 +31,30 @@ def use_fp8_kernels(layers: list[Layer]) -> None:
         layers[index] = _converted(layer)
 
 
+def keep_fp8_bytes(layers: list[Layer]) -> None:
+    """Convert `layers` in place to read the weights of FP8 linears as they are stored (`StoredFp8`)."""
+    for index, layer in enumerate(layers):
+        layers[index] = with_linears(layer, StoredFp8.of)
+
+
 def _converted(layer: Layer) -> Layer:
-    attention, ffn, engram, experts = layer.attention, layer.ffn, layer.engram, layer.ffn.experts
+    layer, experts = with_linears(layer, _fp8), layer.ffn.experts
     if isinstance(experts, StoredExperts) and not experts.w2.shape[1] % 8:
         experts = ArrangedExperts(arrange(experts.w13, experts.w13_scale, True), arrange(experts.w2, experts.w2_scale))
+    return replace(layer, ffn=replace(layer.ffn, experts=experts))
+
+
+def with_linears(layer: Layer, form: Callable[[Any], Any]) -> Layer:
+    """The layer with `form` of the weight of each of its FP8 linears."""
+    attention, ffn, engram = layer.attention, layer.ffn, layer.engram
     if attention.indexer is not None:
-        attention = replace(attention, indexer=replace(attention.indexer, wq_b=_fp8(attention.indexer.wq_b)))
-    wq_a_wkv, wq_b, wo_b = map(_fp8, (attention.wq_a_wkv, attention.wq_b, attention.wo_b))
+        attention = replace(attention, indexer=replace(attention.indexer, wq_b=form(attention.indexer.wq_b)))
+    wq_a_wkv, wq_b, wo_b = map(form, (attention.wq_a_wkv, attention.wq_b, attention.wo_b))
     return replace(
         layer,
-        engram=None if engram is None else replace(engram, wkv=_fp8(engram.wkv)),
+        engram=None if engram is None else replace(engram, wkv=form(engram.wkv)),
         attention=replace(attention, wq_a_wkv=wq_a_wkv, wq_b=wq_b, wo_b=wo_b),
-        ffn=replace(ffn, experts=experts, shared_w13=_fp8(ffn.shared_w13), shared_w2=_fp8(ffn.shared_w2)),
+        ffn=replace(ffn, shared_w13=form(ffn.shared_w13), shared_w2=form(ffn.shared_w2)),
     )
 
 

@@ -16,7 +16,7 @@ from deepinfer.kernels import ops
 from deepinfer.models.deepseek_v4 import DeepseekV4
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.draft_head import read_calibration
-from deepinfer.models.fp8 import use_fp8_kernels
+from deepinfer.models.fp8 import keep_fp8_bytes, use_fp8_kernels
 from deepinfer.models.inputs import ModelInputs
 
 
@@ -188,6 +188,10 @@ def load_model(
 def round_activations(model: DeepseekV41, quantize_activations: bool | None) -> None:
     """Set the switch of a model that was just built; weights then take the form of the FP8 kernels, where those run."""
     multiplies_fp8 = ops.multiplies_fp8(model.dtype, model.device)
+    if ops.reads_narrow_weights(model.dtype, model.device):
+        keep_fp8_bytes(model.layers)
+        if model.draft_head is not None:
+            keep_fp8_bytes(model.draft_head.layers)
     if not (multiplies_fp8 if quantize_activations is None else quantize_activations):
         return
     model.quantize_activations = True

@@ -75,6 +75,7 @@ def broken_rows(g: torch.Generator, n: int, dim: int) -> Tensor:
 def linear(g: torch.Generator) -> Iterator[Case]:
     for n, k, columns in ((0, 32, 8), (1, 384, 1024), (1, 33, 5), (7, 192, 50), (40, 96, 24), (200, 64, 32)):
         yield normal(g, n, k), normal(g, columns, k)
+        yield normal(g, n, k), normal(g, columns, k).bfloat16()
     yield normal(g, 5, 96)[:, 32:], normal(g, 17, 64)
     yield normal(g, 64, 5).T, normal(g, 17, 64)
 

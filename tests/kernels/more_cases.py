@@ -18,6 +18,17 @@ def normal(g: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=g)
 
 
+def linear_fp8(g: torch.Generator) -> Iterator[Case]:
+    for n, k, columns in ((0, 32, 8), (1, 384, 1024), (3, 64, 33), (7, 192, 50), (40, 96, 24), (3000, 96, 40)):
+        values = torch.randint(0, 256, (columns, k), generator=g, dtype=torch.uint8)
+        values[values % 128 == 127] = 0  # NaN: once below
+        scales = torch.randint(110, 135, (-(-columns // 32), k // 32), generator=g, dtype=torch.uint8)
+        yield normal(g, n, k), values, scales
+    values = torch.zeros(8, 64, dtype=torch.uint8)
+    values[1, 40], values[2, 3] = 127, 255
+    yield normal(g, 2, 64), values, torch.full((1, 2), 127, dtype=torch.uint8)
+
+
 def rows_to_cast(g: torch.Generator, n: int, dim: int) -> torch.Tensor:
     """Zeros, ties of the formats, huge and tiny values, a NaN and an infinity among ordinary rows."""
     rows = normal(g, n, dim) * 10.0 ** torch.randint(-6, 4, (n, 1), generator=g)
@@ -120,6 +131,7 @@ MORE = {
         choose_draft_lengths,
         expand_rows,
         expert_order,
+        linear_fp8,
         norm_cast,
         reduce_rows,
         rope_cast,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels.cpu.library import functions, ready
@@ -10,18 +11,37 @@ from deepinfer.kernels.reference import basic, engram, hyper_connection, indexer
 from deepinfer.kernels.registry import backend
 
 MAX_HC = 8  # streams that the C kernel has room for
+WEIGHT_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # rows.h's names of what a row holds
 MAX_LINEAR_VALUES = 1 << 18  # activations that stay in a core's cache; above, PyTorch's BLAS blocks better
 
 
 @backend("linear", "cpu")
 def linear(x: Tensor, weight: Tensor) -> Tensor:
+    if weight.dtype not in WEIGHT_KINDS or not weight.is_contiguous():
+        return NotImplemented
+    return _linear(x, WEIGHT_KINDS[weight.dtype], weight, None)
+
+
+@backend("linear_fp8", "cpu")
+def linear_fp8(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    if not values.is_contiguous() or not scales.is_contiguous() or values.shape[1] % 32:
+        return NotImplemented
+    return _linear(x, 2, values, scales)
+
+
+def _linear(x: Tensor, kind: int, weight: Tensor, scales: Tensor | None) -> Tensor:
     kernels = functions()
-    covered = x.dim() == 2 and x.dtype is torch.float32 and x.stride(1) == 1 and ready(weight)
-    if kernels is None or not covered or x.numel() > MAX_LINEAR_VALUES:
+    if kernels is None or x.dim() != 2 or x.dtype is not torch.float32 or x.stride(1) != 1:
         return NotImplemented
     (n, k), columns = x.shape, weight.shape[0]
+    stored = None if scales is None else scales.data_ptr()
+    if x.numel() > MAX_LINEAR_VALUES:
+        if kind:
+            narrow, weight = weight, torch.empty(columns, k, dtype=torch.float32)
+            kernels["widen"](kind, narrow.data_ptr(), stored, k, columns, weight.data_ptr())
+        return F.linear(x, weight)
     out = torch.empty(n, columns, dtype=torch.float32)
-    kernels["linear"](x.data_ptr(), x.stride(0), weight.data_ptr(), n, k, columns, out.data_ptr())
+    kernels["linear"](x.data_ptr(), x.stride(0), kind, weight.data_ptr(), stored, n, k, columns, out.data_ptr())
     return out
 
 

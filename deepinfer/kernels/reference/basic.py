@@ -6,14 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.kernels.reference.quant import fp8_round_trip
+from deepinfer.kernels.reference.quant import dequantize_fp8_weight, fp8_round_trip
 from deepinfer.kernels.registry import operation
 
 
 @operation
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, K] @ weight [O, K] transposed -> [N, O]."""
-    return F.linear(x, weight)
+    """x [N, K] @ weight [O, K] transposed -> [N, O] of x's dtype; a weight of a narrower one is widened first."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+@operation
+def linear_fp8(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    """`linear` over a weight as checkpoints store it: E4M3 bytes [O, K] and E8M0 bytes [ceil(O / 32), K / 32]."""
+    return F.linear(x, dequantize_fp8_weight(values.view(torch.float8_e4m3fn), scales, x.dtype))
 
 
 @operation
