@@ -27,9 +27,15 @@ def label(run: dict[str, Any]) -> str:
     return f"temperature {run['temperature']:g}" + (", drafts drawn" if run["drawn"] else "")
 
 
-def command(run: dict[str, Any]) -> str:
+def command(run: dict[str, Any], name: str) -> str:
     """What makes such an eval.json."""
-    return f"{EVAL} --temperature {run['temperature']:g}" + (" --drawn" if run["drawn"] else "")
+    what = EVAL if name in SETS else EVAL.replace("benchmarks/nano/draft_prompts", "TASKS")
+    return f"{what} --temperature {run['temperature']:g}" + (" --drawn" if run["drawn"] else "")
+
+
+def own_sets(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sets of a run; of other task sets than nano's without their sum."""
+    return {name: row for name, row in run["sets"].items() if name != "all" or set(SETS) <= set(run["sets"])}
 
 
 def records(runs: list[dict[str, Any]], calibration: dict[str, Any]) -> list[Record]:
@@ -37,15 +43,15 @@ def records(runs: list[dict[str, Any]], calibration: dict[str, Any]) -> list[Rec
     known: dict[str, Any] = {"part": "5", "unit": "tokens", "device": cpu_device_name()}
     found = []
     for run in runs:
-        for name, row in run["sets"].items():
-            target = LENGTH_WANTED if run["temperature"] == 0 else None
-            text = f"mean accepted length, {SETS[name]}, {label(run)}"
-            about = known | {"command": command(run)}
+        for name, row in own_sets(run).items():
+            target = LENGTH_WANTED if run["temperature"] == 0 and name in SETS else None
+            text = f"mean accepted length, {SETS.get(name, name)}, {label(run)}"
+            about = known | {"command": command(run, name)}
             found.append(measured(f"{text} (nano's head)", value=row["mean_length"], target=target, **about))
             if not run["drawn"]:  # prompt lookup draws nothing: it would be the run before, once more
                 found.append(measured(f"{text} (prompt lookup)", value=row["prompt_lookup"], **about))
     error = calibration["expected_calibration_error"]["calibrated"]
-    about = known | {"unit": "", "higher_is_better": False, "command": EVAL.replace("eval", "calibrate")}
+    about = known | {"unit": "share", "higher_is_better": False, "command": EVAL.replace("eval", "calibrate")}
     found.append(measured("expected calibration error of survival", value=error, target=ERROR_ALLOWED, **about))
     return found
 
@@ -57,8 +63,13 @@ def document(runs: list[dict[str, Any]], calibration: dict[str, Any]) -> str:
         "| --- |" + " --- |" * (1 + len(SETS)),
     ]
     for run in runs:
-        cells = [f"{row['mean_length']:.2f} ({row['prompt_lookup']:.2f})" for row in map(run["sets"].get, SETS)]
-        lines.append(f"| {label(run)} | {run['sets']['all']['rounds']:,} | " + " | ".join(cells) + " |")
+        sets = own_sets(run)
+        cells = {name: f"{row['mean_length']:.2f} ({row['prompt_lookup']:.2f})" for name, row in sets.items()}
+        if "all" in sets:
+            ours = " | ".join(cells[name] for name in SETS)
+            lines.append(f"| {label(run)} | {sets['all']['rounds']:,} | {ours} |")
+        for name in sets.keys() - SETS.keys():
+            lines.append(f"| {name}, {label(run)} | {sets[name]['rounds']:,} | | | | {cells[name]} |")
     errors = calibration["expected_calibration_error"]
     text = (
         f"The expected calibration error on {calibration['blocks']:,} blocks of answers that were not fitted on is "

@@ -22,6 +22,7 @@ def write_run(folder, temperature, drawn, lengths):
 def files(tmp_path):
     lengths = {"code": 2.1, "prose": 2.5, "tool": 4.25, "all": 2.75}
     folders = [write_run(tmp_path / "a", 0.0, False, lengths), write_run(tmp_path / "b", 1.0, True, lengths)]
+    folders.append(write_run(tmp_path / "c", 0.0, False, {"HumanEval": 3.0, "all": 3.0}))
     errors = {"as trained": 0.25, "calibrated": 0.0625}
     record = {"blocks": 4321, "expected_calibration_error": errors, "temperatures": [1.0]}
     (tmp_path / "a" / "calibration.json").write_text(json.dumps(record))
@@ -41,16 +42,19 @@ def test_records_and_document(files, tmp_path):
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| temperature 0 | 1,000 | 2.50 (1.50) | 2.10 (1.10) | 4.25 (3.25) | 2.75 (1.75) |" in text
     assert "| temperature 1, drafts drawn | 1,000 | 2.50" in text
+    assert "| HumanEval, temperature 0 | 1,000 | | | | 3.00 (2.00) |" in text
     assert "4,321 blocks" in text and "0.250 as trained and 0.062 calibrated" in text
     trained = (tmp_path / "nano.md").read_text()
     assert "| 1 | 5,000 | 1,024 | 100 of 20 x 64 | 2 million | 0.4 | 61 | one |\n| 2 |" in trained
     assert trained.startswith("before\n") and trained.endswith("after\n") and "old" not in trained
     found = {record.name: record for record in load(tmp_path / "drafts.json")}
-    assert len(found) == 4 * 2 + 4 + 1
+    assert len(found) == 4 * 2 + 4 + 2 + 1
     assert found["mean accepted length, code, temperature 0 (nano's head)"].met is False
     assert found["mean accepted length, prose, temperature 0 (nano's head)"].met is True
     assert found["mean accepted length, prose, temperature 0 (prompt lookup)"].value == 1.5
     assert found["mean accepted length, all, temperature 1, drafts drawn (nano's head)"].met is None
+    human = found["mean accepted length, HumanEval, temperature 0 (nano's head)"]
+    assert human.met is None and "TASKS" in human.command
     assert found["expected calibration error of survival"].met is False
     kept = json.loads((tmp_path / "draft_acceptance.json").read_text())
     assert kept[0]["sets"]["tool"]["mean_length"] == 4.25 and "speed_up" not in kept[0]["sets"]["tool"]
