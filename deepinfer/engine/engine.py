@@ -272,8 +272,9 @@ class Engine:
                 inputs = build_model_inputs(batch, slots, self.metadata, self.config, self._slot_tokens, self._graphs)
             start = time.monotonic()
             bitmask = None
-            if not (self.overlaps or batch.has_drafts):  # the tokens are known: masks are filled while the model runs
-                bitmask = start_token_bitmask(sequences, self.runner.vocab_size)
+            if not self.overlaps:  # the tokens are known: masks are filled while the model runs
+                num_rows = batch.num_tokens if batch.has_drafts else [1] * len(sequences)
+                bitmask = start_token_bitmask(sequences, num_rows, self.runner.vocab_size)
             with scope("forward"):
                 logits = self.runner.run(inputs)
             if self.speculation is not None and batch.is_prefill:

@@ -105,7 +105,7 @@ class LaunchedStep:
     logits: Tensor
     starts: np.ndarray  # int64 [S], tokens of each sequence that were in the cache before
     launch_time: tuple[float, float]  # before and after the launch of the model, seconds
-    bitmask: Future[np.ndarray | None] | None = None  # what grammars allow, if that is being found out already
+    bitmask: Future[np.ndarray] | None = None  # what grammars allow, if that is being found out already
     sampled: Sampling | None = None  # once sampling is launched
 
     @property

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 
 from deepinfer.sampling.types import SampledSequence
-from deepinfer.structured.matcher import EVERYTHING, fill_masks
+from deepinfer.structured.matcher import EVERYTHING, Matcher, fill_masks
+
+Wanted = Sequence[tuple[Matcher, int, Sequence[int]]]  # (matcher, its first row, drafts)
+
+
+class Constrained(Protocol):
+    constraint: Matcher | None
+    next_drafts: list[int]
 
 
 def token_bitmask(sequences: Sequence[SampledSequence], vocab_size: int) -> np.ndarray | None:
@@ -18,21 +27,29 @@ def token_bitmask(sequences: Sequence[SampledSequence], vocab_size: int) -> np.n
     A sequence with drafts fills the rows behind its own, too: row j of it allows what may come behind drafts[:j].
     """
     wanted = [(seq.constraint, row, seq.drafts) for row, seq in enumerate(sequences) if seq.constraint is not None]
-    if not wanted:
-        return None
-    mask = np.full((len(sequences), (vocab_size + 31) // 32), EVERYTHING, np.int32)
-    fill_masks(wanted, mask)
-    return mask
+    return _filled(wanted, len(sequences), vocab_size) if wanted else None
 
 
-def start_token_bitmask(sequences: Sequence[SampledSequence], vocab_size: int) -> Future[np.ndarray | None] | None:
+def start_token_bitmask(
+    sequences: Sequence[Constrained], num_rows: Sequence[int], vocab_size: int
+) -> Future[np.ndarray] | None:
     """`token_bitmask` in a thread of its own, while the model runs. Nobody touches the matchers before it is done.
 
-    None if no row has a constraint.
+    num_rows: of each sequence, 1 and its drafts.
     """
-    if all(seq.constraint is None for seq in sequences):
-        return None
-    return _thread().submit(token_bitmask, sequences, vocab_size)
+    firsts = accumulate(num_rows, initial=0)
+    wanted = [
+        (seq.constraint, first, seq.next_drafts[: count - 1])
+        for seq, count, first in zip(sequences, num_rows, firsts, strict=False)
+        if seq.constraint is not None
+    ]
+    return _thread().submit(_filled, wanted, sum(num_rows), vocab_size) if wanted else None
+
+
+def _filled(wanted: Wanted, num_rows: int, vocab_size: int) -> np.ndarray:
+    mask = np.full((num_rows, (vocab_size + 31) // 32), EVERYTHING, np.int32)
+    fill_masks(wanted, mask)
+    return mask
 
 
 @cache

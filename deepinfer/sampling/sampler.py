@@ -83,7 +83,7 @@ def launch_sample(
     eos_token_ids: Collection[int] = (),
     choose: Choose | None = None,
     parameters: np.ndarray | None = None,
-    started: Future[np.ndarray | None] | None = None,
+    started: Future[np.ndarray] | None = None,
 ) -> LaunchedSample:
     """`sample` in two halves: this one asks the device for the tokens, `read` waits for them.
 

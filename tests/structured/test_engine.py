@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,6 +192,30 @@ def test_a_model_without_text_refuses(llm: LLM) -> None:
             llm.generate("x", SamplingParams(so_args=REGEX))
     finally:
         llm.engine.grammars = grammars
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_masks_are_filled_while_the_model_runs(llm: LLM, drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a step's tokens are drawn, grammars have read those of the step in front: on a CPU, during the forward."""
+    config = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}} if drafts else {}
+    engine = LLM("nano", max_num_seqs=4, max_model_len=128, **config).engine
+    run, num_read = engine.runner.run, []
+
+    def slow_run(inputs: Any) -> Any:
+        logits = run(inputs)
+        sequences = [seq for request in engine.requests.values() for seq in request.sequences]
+        end = time.monotonic() + 20
+        while any(seq.constraint._unread for seq in sequences) and time.monotonic() < end:
+            time.sleep(0.001)
+        num_read.append(all(not seq.constraint._unread for seq in sequences))
+        return logits
+
+    monkeypatch.setattr(engine.runner, "run", slow_run)
+    for number in range(3):
+        engine.add_request(str(number), [5, 6, 7], SamplingParams(temperature=0, max_tokens=9, so_args=REGEX))
+    while engine.has_unfinished_requests():
+        assert all(output.error is None for output in engine.step())
+    assert len(num_read) > 3 and all(num_read)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
