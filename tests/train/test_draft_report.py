@@ -7,7 +7,7 @@ import json
 import pytest
 
 from deepinfer.bench.results import load
-from deepinfer.deepspec import report
+from deepinfer.train import draft_report as report
 
 
 def write_run(folder, temperature, drawn, lengths):

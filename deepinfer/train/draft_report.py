@@ -1,6 +1,6 @@
 """From the results of `deepspec eval` and `calibrate` to records and the generated parts of the documents.
 
-    python -m deepinfer.deepspec.report --evals T0 T1 DRAWN --calibration CALIBRATION
+    python -m deepinfer.train.draft_report --evals T0 T1 DRAWN --calibration CALIBRATION
 
 EVAL folders hold eval.json, the one of --calibration holds calibration.json; --runs keeps their figures, and holds the
 logs of the training runs that made the head, draft_training*.json in their order.
