@@ -119,7 +119,7 @@ class Speculation:
         self._draws = drafter.probabilities is not None
         if step_ms is None:
             step_ms = np.ones(num_slots * (1 + drafter.num_drafts) + 1)
-        self.times = StepTimes(step_ms, np.zeros(num_slots) if draft_ms is None else draft_ms)
+        self.times = StepTimes(step_ms, np.zeros(num_slots) if draft_ms is None else draft_ms, drafter.num_drafts)
         self._rows = MTPInfoPool(num_slots, drafter.num_drafts)
         self.gate = DraftGate(self.times, drafter.num_drafts)
         self._makes_drafts = True  # the next step, for the one behind it
@@ -148,7 +148,7 @@ class Speculation:
         if self.overlaps:  # those are the chances of the drafts before
             survival = OLD_CHANCES * survival + (1 - OLD_CHANCES) * unknown
         chances = np.minimum(self.gate.trust * survival, 1.0)
-        step_ms = self.times.by_drafts(len(sequences), survival.size, self._makes_drafts)
+        step_ms = self.times.by_drafts(len(sequences), self._makes_drafts)
         lengths = draft_lengths(chances, np.array(room), step_ms, self._draws)
         self._num_expected = float(survival[np.arange(most) < lengths[:, None]].sum())
         return lengths.tolist()

@@ -73,7 +73,7 @@ class DraftGate:
             self._left -= 1
             return True
         length = -(-8 // num_sequences)
-        extra = float(self.times.by_drafts(num_sequences, 0, True)[0]) / self.times.plain(num_sequences) - 1.0
+        extra = float(self.times.by_drafts(num_sequences, True, 0)[0]) / self.times.plain(num_sequences) - 1.0
         pause = max(extra * length / PROBE_SHARE, SHORTEST_PAUSE << min(self._failures, 10))
         if self._steps < min(pause, LONGEST_PAUSE):
             return False
@@ -97,14 +97,13 @@ class DraftGate:
 
     def gain(self, num_sequences: int) -> float:
         """Tokens a millisecond of steps with drafts like the latest, as a multiple of those without."""
-        step_ms = self.times.by_drafts(num_sequences, num_sequences * self.num_drafts, True)
+        step_ms = self.times.by_drafts(num_sequences, True)
         seen = np.nan_to_num(np.array(self._seen), nan=0.0)
         self.profile = seen.mean(axis=0)
         with_drafts = expected_rate(np.minimum(self.trust * seen, 1.0), num_sequences, step_ms)
         return with_drafts * self.times.plain(num_sequences) / num_sequences
 
     def _review(self, num_sequences: int) -> None:
-        self.times.correct()
         opens = self.gain(num_sequences) >= (1.0 if self.is_open else OPENS)
         if opens != self.is_open:
             self.is_open, self._steps, self._left = opens, 0, 0

@@ -1,21 +1,23 @@
 """StepTimes: what decode steps take, by the decode curve and by the steps of this engine since it was measured.
 
-A running engine is not the one that was measured: it has host work, other contexts, a machine that others use. So every
-decode step that ends corrects the curve at about its number of rows, for steps that make drafts and for those that do
-not. A correction is the median of the latest few, so that a step that was disturbed counts for nothing, and bounded.
+A running engine is not the one that was measured: it has host work, other contexts, a machine that others use. So the
+steps that end correct the curve, by batch size (powers of two). Steps without drafts: by the median of the latest few.
+Steps that make drafts: by a line over the share of the possible drafts that they verify, so that what was tried tells
+of what was not, and a few steps that were disturbed rule out nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from math import log2
+from math import log, log2
 from statistics import median
 
 import numpy as np
 
 BOUND = 10.0  # most that the curve is corrected by, either way
-KEPT = 9  # steps whose median counts
 ENOUGH = 3  # steps without which nothing is known
+KEPT_PLAIN, KEPT_DRAFTING = 9, 32  # latest steps that count
+RIDGE = 0.1  # how much the curve's own shape counts: as variance of the share that steps verify
 
 
 class StepTimes:
@@ -23,57 +25,91 @@ class StepTimes:
     Args:
         step_ms: [most rows + 1] milliseconds of a decode step by its rows.
         draft_ms: [most sequences + 1] milliseconds of making drafts, by sequences.
+        num_drafts: most drafts of a sequence.
     """
 
-    def __init__(self, step_ms: np.ndarray, draft_ms: np.ndarray) -> None:
+    def __init__(self, step_ms: np.ndarray, draft_ms: np.ndarray, num_drafts: int) -> None:
         self._step_ms = step_ms
         self._draft_ms = draft_ms
-        self._log_rows = np.log2(np.maximum(np.arange(len(step_ms)), 1))
+        self._num_drafts = num_drafts
         num_classes = len(step_ms).bit_length() + 1
-        # By whether drafts are made, then by the power of two that the rows are nearest to.
-        self._ratios: tuple[list[deque[float]], ...] = tuple(
-            [deque(maxlen=KEPT) for _ in range(num_classes)] for _ in range(2)
-        )
-        self._corrections = [np.ones(len(step_ms)), np.ones(len(step_ms))]
+        # Logarithms of how many times the expected time steps took, by batch size; with drafts, behind their share.
+        self._plain: list[deque[float]] = [deque(maxlen=KEPT_PLAIN) for _ in range(num_classes)]
+        self._drafting: list[deque[tuple[float, float]]] = [deque(maxlen=KEPT_DRAFTING) for _ in range(num_classes)]
+        self._lines: dict[tuple[bool, int], tuple[float, float]] = {}  # by kind and batch size, where enough is known
 
     def plain(self, num_sequences: int) -> float:
         """Milliseconds of a step without drafts."""
-        return float(self.by_drafts(num_sequences, 0, False)[0])
+        return float(self.by_drafts(num_sequences, False, 0)[0])
 
-    def by_drafts(self, num_sequences: int, most: int, drafting: bool) -> np.ndarray:
-        """Milliseconds [most + 1] of a step that verifies 0, 1, ... drafts; `drafting`: and makes the next ones."""
-        rows = slice(num_sequences, num_sequences + most + 1)
+    def by_drafts(self, num_sequences: int, drafting: bool, most: int | None = None) -> np.ndarray:
+        """Milliseconds [most + 1] of a step that verifies 0, 1, ... drafts; `drafting`: and makes the next ones.
+
+        most: all that there can be, unless it is given.
+        """
+        possible = num_sequences * self._num_drafts
+        counts = np.arange((possible if most is None else most) + 1)
         made = self._draft_ms[num_sequences] if drafting else 0.0
-        return (self._step_ms[rows] + made) * self._corrections[drafting][rows]
+        offset, slope = self._line(drafting, _size_class(num_sequences))
+        factors = np.clip(np.exp(offset + slope * counts / possible), 1 / BOUND, BOUND)
+        return (self._step_ms[num_sequences + counts] + made) * factors
 
     def knows_plain(self, num_sequences: int) -> bool:
         """Whether steps of about so many sequences have run without drafts."""
-        return len(self._ratios[False][_size_class(num_sequences)]) >= ENOUGH
+        return len(self._plain[_size_class(num_sequences)]) >= ENOUGH
 
     def observe(self, num_sequences: int, num_rows: int, drafting: bool, ms: float) -> None:
         """A step took so long. One that verifies drafts and makes none is neither kind, and tells nothing."""
         if ms <= 0 or not (drafting or num_rows == num_sequences):
             return
-        expected = self._step_ms[num_rows] + (self._draft_ms[num_sequences] if drafting else 0.0)
-        self._ratios[drafting][_size_class(num_rows)].append(float(ms / expected))
+        size = _size_class(num_sequences)
+        if drafting:
+            share = (num_rows - num_sequences) / (num_sequences * self._num_drafts)
+            expected = self._step_ms[num_rows] + self._draft_ms[num_sequences]
+            self._drafting[size].append((share, log(ms / expected)))
+        else:
+            self._plain[size].append(log(ms / self._step_ms[num_rows]))
+        self._lines.pop((drafting, size), None)
 
     def fade(self) -> None:
         """Drafts have not been verified for long: what is known of such steps slowly counts less than the curve."""
-        for ratios in self._ratios[True]:
-            if ratios:
-                ratios.popleft()
+        for size, steps in enumerate(self._drafting):
+            if steps:
+                steps.popleft()
+                self._lines.pop((True, size), None)
 
-    def correct(self) -> None:
-        """Let the times follow what was observed; so far they have not."""
-        known = [
-            {size: min(max(median(r), 1 / BOUND), BOUND) for size, r in enumerate(kind) if len(r) >= ENOUGH}
-            for kind in self._ratios
-        ]
-        for drafting in (False, True):
-            points = known[drafting] or known[not drafting]  # the machine is the same
-            if points:
-                self._corrections[drafting] = np.interp(self._log_rows, list(points), list(points.values()))
+    def _line(self, drafting: bool, size: int) -> tuple[float, float]:
+        """Logarithm of the correction without drafts to verify, and what is added with all; of the nearest known size.
+
+        Where no steps of a kind are known, the others tell: the machine is the same.
+        """
+        for kind in (drafting, not drafting):
+            counts = map(len, self._drafting if kind else self._plain)
+            known = [i for i, count in enumerate(counts) if count >= ENOUGH]
+            if known:
+                nearest = min(known, key=lambda i: abs(i - size))
+                if (kind, nearest) not in self._lines:
+                    self._lines[kind, nearest] = self._fit(kind, nearest)
+                offset, slope = self._lines[kind, nearest]
+                return offset, slope if kind == drafting else 0.0
+        return 0.0, 0.0
+
+    def _fit(self, drafting: bool, size: int) -> tuple[float, float]:
+        if not drafting:
+            return median(self._plain[size]), 0.0
+        share, ratio = np.array(self._drafting[size]).T
+        offset, slope = _fitted(share, ratio)
+        residuals = np.abs(ratio - offset - slope * share)
+        usual = residuals <= 2 * np.median(residuals) + 0.01  # the others were disturbed
+        return _fitted(share[usual], ratio[usual])
 
 
-def _size_class(num_rows: int) -> int:
-    return round(log2(num_rows))
+def _fitted(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Offset and slope of a line through points, by ridge regression."""
+    spread = x - x.mean()
+    slope = float(spread @ (y - y.mean()) / (spread @ spread + RIDGE))
+    return float(y.mean() - slope * x.mean()), slope
+
+
+def _size_class(num_sequences: int) -> int:
+    return round(log2(num_sequences))

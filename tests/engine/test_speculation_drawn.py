@@ -71,7 +71,7 @@ def outputs(params: dict, drafter: Roulette, overlap: bool) -> list[list[int]]:
     engine = Engine(runner, config, drafter=drafter)
     engine.grammars = compiler()
     assert engine.speculation is not None
-    rises = StepTimes(40.0 + np.arange(1000.0), np.zeros(61))
+    rises = StepTimes(40.0 + np.arange(1000.0), np.zeros(61), drafter.num_drafts)
     rises.observe = lambda *step: None  # lengths follow the drafts' chances, whatever this machine does
     engine.speculation.times = rises
     gate = engine.speculation.gate

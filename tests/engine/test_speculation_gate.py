@@ -89,7 +89,7 @@ def test_drafts_pay_or_cost_next_to_nothing(
     assert engine.speculation is not None
     drafter = Confident(clock, engine.speculation.drafter.texts, honesty, claimed)
     engine.speculation.drafter = drafter
-    times = StepTimes(curve[0] + curve[1] * np.arange(SIZE * (1 + NUM_DRAFTS) + 6), np.full(SIZE + 1, 2.0))
+    times = StepTimes(curve[0] + curve[1] * np.arange(SIZE * (1 + NUM_DRAFTS) + 6), np.full(SIZE + 1, 2.0), NUM_DRAFTS)
     engine.speculation.times = engine.speculation.gate.times = times
     got = run(engine, WORKLOAD)
     for request_id, output in want.items():

@@ -9,7 +9,7 @@ import pytest
 
 from deepinfer.speculation.draft_lengths import draft_lengths
 from deepinfer.speculation.gate import LONGEST_PAUSE, DraftGate
-from deepinfer.speculation.step_times import BOUND, ENOUGH, KEPT, StepTimes
+from deepinfer.speculation.step_times import BOUND, ENOUGH, KEPT_PLAIN, StepTimes
 
 NUM_DRAFTS = 5
 ROWS = 64 * (1 + NUM_DRAFTS)
@@ -39,7 +39,7 @@ class Machine:
         survival = np.tile(np.cumprod(np.full(NUM_DRAFTS, self.claimed)), (size, 1))
         lengths = np.zeros(size, np.int64)
         if self.has_drafts:
-            step_ms = gate.times.by_drafts(size, size * NUM_DRAFTS, makes_drafts)
+            step_ms = gate.times.by_drafts(size, makes_drafts)
             lengths = draft_lengths(np.minimum(gate.trust * survival, 1.0), np.full(size, NUM_DRAFTS), step_ms)
         accepted = 0
         for length in lengths:
@@ -64,7 +64,7 @@ class Machine:
 
 
 def gate_of(step_ms: np.ndarray, draft_ms: np.ndarray) -> DraftGate:
-    return DraftGate(StepTimes(step_ms, draft_ms), NUM_DRAFTS)
+    return DraftGate(StepTimes(step_ms, draft_ms, NUM_DRAFTS), NUM_DRAFTS)
 
 
 FLAT, STEEP = affine(10.0, 0.02), affine(10.0, 1.0)
@@ -135,36 +135,43 @@ def test_another_batch_size_is_another_question() -> None:
         assert gate.is_open == opens
 
 
-def test_times_follow_the_median_within_bounds() -> None:
-    times = StepTimes(FLAT, DRAFTS)
+def test_steps_without_drafts_follow_the_median() -> None:
+    times = StepTimes(FLAT, DRAFTS, NUM_DRAFTS)
     for _ in range(ENOUGH - 1):
         times.observe(4, 4, False, 2 * FLAT[4])
-    times.correct()
     assert times.plain(4) == FLAT[4]  # too little is known
     times.observe(4, 4, False, 2 * FLAT[4])
-    assert times.plain(4) == FLAT[4]
-    times.correct()
     assert times.plain(4) == pytest.approx(2 * FLAT[4])
-    assert times.plain(64) == pytest.approx(2 * FLAT[64])  # nearest known
-    assert times.by_drafts(4, 8, True)[8] == pytest.approx(2 * (FLAT[12] + DRAFTS[4]))  # nothing of that kind is known
-    for ms in [1e6] + [2 * FLAT[4]] * 2 + [1e-6]:  # disturbances
+    assert times.plain(64) == pytest.approx(2 * FLAT[64])  # the nearest that is known
+    assert times.by_drafts(4, True)[8] == pytest.approx(2 * (FLAT[12] + DRAFTS[4]))  # nothing of that kind is known
+    for ms in (1e6, 2 * FLAT[4], 2 * FLAT[4], 1e-6):  # disturbances
         times.observe(4, 4, False, ms)
-    times.correct()
     assert times.plain(4) == pytest.approx(2 * FLAT[4])
-    for _ in range(KEPT):
-        times.observe(4, 24, True, 100 * (FLAT[24] + DRAFTS[4]))
-    times.correct()
-    assert times.by_drafts(4, 20, True)[20] == pytest.approx(BOUND * (FLAT[24] + DRAFTS[4]))
-    assert times.plain(4) == pytest.approx(2 * FLAT[4])
-    for _ in range(KEPT):
+    for _ in range(KEPT_PLAIN):
+        times.observe(4, 4, False, 100 * FLAT[4])
+    assert times.plain(4) == pytest.approx(BOUND * FLAT[4])
+
+
+def test_steps_with_drafts_follow_a_line() -> None:
+    """The curve is flat, the steps are steep; what was tried tells of what was not, disturbed steps of nothing."""
+    times, rng = StepTimes(FLAT, DRAFTS, NUM_DRAFTS), np.random.default_rng(0)
+
+    def truth(rows: int) -> float:
+        return float((FLAT[rows] + DRAFTS[4]) * np.exp(0.2 + 0.6 * (rows - 4) / 20))
+
+    for number in range(64):
+        rows = int(rng.choice([4, 8, 16]))
+        times.observe(4, rows, True, truth(rows) * (5.0 if number % 9 == 0 else 1.0))
+    for rows in (4, 12, 24):
+        assert times.by_drafts(4, True)[rows - 4] == pytest.approx(truth(rows), rel=0.08)
+    assert times.plain(4) == pytest.approx(FLAT[4] * np.exp(0.2), rel=0.08)  # the machine is the same
+    for _ in range(64):
         times.fade()
-    times.correct()
-    assert times.by_drafts(4, 20, True)[20] == pytest.approx(2 * (FLAT[24] + DRAFTS[4]))
+    assert times.by_drafts(4, True)[20] == FLAT[24] + DRAFTS[4]
 
 
 def test_steps_that_verify_and_make_none_teach_nothing() -> None:
-    times = StepTimes(FLAT, DRAFTS)
-    for _ in range(KEPT):
+    times = StepTimes(FLAT, DRAFTS, NUM_DRAFTS)
+    for _ in range(KEPT_PLAIN):
         times.observe(4, 24, False, 1e3)
-    times.correct()
     assert times.plain(4) == FLAT[4]
