@@ -119,11 +119,10 @@ def _mapped(future: Future[Grammar], constraint: Constraint) -> Future[Grammar]:
     mapped: Future[Grammar] = Future()
 
     def finish(done: Future[Grammar]) -> None:
-        error = done.exception()
-        if error is not None:
-            mapped.set_exception(error)
-        else:
+        try:
             mapped.set_result(done.result().behind(constraint))
+        except BaseException as error:
+            mapped.set_exception(error)
 
     future.add_done_callback(finish)
     return mapped

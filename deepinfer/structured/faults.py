@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,13 +14,14 @@ from deepinfer.structured.json_schema import moved, needed_by, subschemas
 
 SECONDS = 0.3  # of CPU for looking
 _PREFIX = "so_args.schema: "
+_POINTER = re.compile(r" #(/|:| )")  # it says where already
 _UNSATISFIABLE = _PREFIX + "Unsatisfiable"
 
 
 def placed(error: ValueError, constraint: Constraint, backend: Backend) -> ValueError:
     """The error of the innermost schema that is at fault by itself, with its pointer, if that can be found out."""
     reason = str(error)
-    if constraint.schema_type != "json" or not reason.startswith(_PREFIX):
+    if constraint.schema_type != "json" or not reason.startswith(_PREFIX) or _POINTER.search(reason):
         return error
     schema, end = json.loads(constraint.schema), time.thread_time() + SECONDS
     place, node, is_found = "#", schema, True

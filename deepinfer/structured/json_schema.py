@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from deepinfer.errors import shown
 from deepinfer.structured.endless import ENDS, All, Ending, Some, endless, names_in
@@ -222,6 +222,8 @@ def bounded(schema: Any) -> dict[str, Any]:
     """
     if schema is False:
         raise ValueError("so_args.schema is false: no value satisfies it")
+    if isinstance(schema, dict) and _ANY in schema.get("$defs", {}):
+        raise ValueError(f"so_args.schema: #/$defs/{_ANY} is a name that is used otherwise")
     result = _bounded(schema)
     result["$defs"] = {**result.get("$defs", {}), _ANY: _ANY_VALUE}
     return result
@@ -264,6 +266,8 @@ def _bounded(schema: Any, is_merged: bool = False) -> Any:
             out[key] = _bounded(value, is_merged) if kind == _ONE else int(value) if _is_count(key) else value
     if "pattern" in out:
         out["pattern"] = portable_pattern(out["pattern"])
+    if "$ref" in out:  # as an URI, which it need not be here
+        out["$ref"] = "#" + quote(unquote(out["$ref"])[1:], safe="/~!$&'()*+,;=:@")
     if not any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")):
         names = schema.get("type", _TYPES)
         for name in [names] if isinstance(names, str) else names:

@@ -7,6 +7,7 @@ a fixed text is one lexeme with it, because lexemes take as much as they can.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from deepinfer.structured.constraint import Constraint
@@ -21,7 +22,7 @@ ANY_OBJECT = {"type": "object"}
 _ANY_TEXT = "/(?s:.*)/"
 
 
-def to_lark(constraint: Constraint) -> str:
+def to_lark(constraint: Constraint, eos_token_ids: Collection[int] = ()) -> str:
     """The grammar of a constraint. Raises ValueError for a schema that is malformed or cannot be enforced."""
     kind = constraint.schema_type
     if kind == "json":
@@ -34,7 +35,7 @@ def to_lark(constraint: Constraint) -> str:
         return ebnf_to_lark(constraint.schema)
     if kind == "choice":
         return _HEAD + "start: " + " | ".join(map(_literal, read_choices(constraint.schema))) + "\n"
-    return _TagGrammar().text(read_structural_tag(constraint.schema))
+    return _TagGrammar().text(read_structural_tag(constraint.schema, eos_token_ids))
 
 
 _HEAD = "%llguidance {}\n"

@@ -37,9 +37,10 @@ class LLGuidanceBackend:
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._executor = llguidance.LLExecutor(min(os.cpu_count() or 1, MOST_THREADS))
         self._num_words = vocabulary.num_words
+        self._eos_token_ids = vocabulary.eos_token_ids
 
     def write(self, constraint: Constraint) -> str:
-        return to_lark(constraint)
+        return to_lark(constraint, self._eos_token_ids)
 
     def build(self, grammar: str, run: Run = at_once) -> LLGuidanceGrammar:
         matcher = run(lambda: llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits))
@@ -116,7 +117,7 @@ def _reason(matcher: llguidance.LLMatcher) -> str:
     if "regex parse error" in lines[0]:
         detail = [line[7:] for line in lines if line.startswith("error: ")]
         return f"not a regular expression that is supported: {', '.join(detail) or lines[0]}: {lines[1].strip()[:200]}"
-    line = re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", lines[0])
+    line = re.sub(r"^(at \d+\(\d+\): )?(failed to (compile JSON schema|parse \"%json\"): )?", "", lines[0])
     if line.startswith("oneOf"):  # it goes on with an option that nobody here has
         return "oneOf is not supported where its options cannot be told apart"
     return line[:300] + ("..." if len(line) > 300 else "")

@@ -28,7 +28,10 @@ class Grammar:
             _clear(self.free_row, token_id)
 
     def behind(self, constraint: Constraint) -> Grammar:
-        """The same grammar with the trigger of `constraint`."""
+        """The same grammar with the trigger of `constraint`. Raises ValueError if it holds what ends an output."""
+        for name, token_ids in constraint.token_ids.items():
+            if not self.eos_token_ids.isdisjoint(token_ids):
+                raise ValueError(f"{name} must not hold a token that ends an output, got {list(token_ids)}")
         grammar = copy.copy(self)
         grammar.constraint = constraint
         return grammar

@@ -2,6 +2,8 @@
 
 import re
 
+from deepinfer.errors import shown
+
 # Beyond ASCII and at line ends, dialects disagree. A class gets what they have in common, a negated one what any of
 # them means.
 _NARROW = {
@@ -16,10 +18,16 @@ _DOT = r"[^\n\r\x{2028}\x{2029}]"
 
 
 def portable_pattern(pattern: str) -> str:
-    r"""The pattern with classes (`\d`, `\W`, `.`) that match only what they match in Python, ECMAScript and Rust."""
-    out, table, in_class = [], _NARROW, False
+    r"""The pattern with classes (`\d`, `\W`, `.`) that match only what they match in Python, ECMAScript and Rust.
+
+    Raises ValueError for a quantifier that is possessive in Python, an error in ECMAScript, and two in Rust.
+    """
+    out, table, in_class, last = [], _NARROW, False, ""
     dot = "." if "(?s" in pattern else _DOT  # there, it means every character everywhere
     for part in re.findall(r"\\.|\[\^|.", pattern, flags=re.DOTALL):
+        if part == "+" and not in_class and last in ("*", "+", "?", "}"):
+            raise ValueError(f"so_args.schema: the quantifier {last}+ is not supported in {shown(pattern)}")
+        last = part
         if part in table:
             part = table[part] if in_class else f"[{table[part]}]"
         elif part == "." and not in_class:

@@ -111,8 +111,8 @@ def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: s
 
     def check(constraint: Constraint) -> str:
         start = time.process_time()
-        grammar = backend.write(constraint)
         try:
+            grammar = backend.write(constraint)
             automaton = backend.build(grammar).automaton()
         except ValueError as error:
             raise placed(error, constraint, backend) from None

@@ -21,6 +21,7 @@ The older form {"structures": [{"begin", "schema", "end"}], "triggers": [...]} m
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from deepinfer.errors import shown
@@ -48,8 +49,11 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _WHERE = "so_args.schema"
 
 
-def read_structural_tag(text: str) -> dict[str, Any]:
-    """The FORMAT of a structural tag, checked. Raises ValueError naming what is wrong and where."""
+def read_structural_tag(text: str, eos_token_ids: Collection[int] = ()) -> dict[str, Any]:
+    """The FORMAT of a structural tag, checked. Raises ValueError naming what is wrong and where.
+
+    eos_token_ids: they end an output, so they cannot be within one.
+    """
     try:
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -59,6 +63,9 @@ def read_structural_tag(text: str) -> dict[str, Any]:
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or not isinstance(tag.get("format"), dict):
         raise ValueError(f'{_WHERE} must be {{"type": "structural_tag", "format": {{...}}}}, got {shown(text)}')
     _check(tag["format"], "format", MAX_DEPTH, [MAX_PARTS])
+    for token_id in tokens_of(tag["format"]) if eos_token_ids else ():
+        if token_id in eos_token_ids:
+            raise ValueError(f"{_WHERE}: token {token_id} ends an output, it cannot be a part of one")
     return tag["format"]
 
 

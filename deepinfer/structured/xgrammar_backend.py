@@ -43,6 +43,7 @@ class XGrammarBackend:
         tokens = [b"" if i in vocabulary.control_ids else text for i, text in enumerate(vocabulary.token_bytes)]
         tokens += [b""] * (vocabulary.size - len(tokens))
         info = xgrammar.TokenizerInfo(tokens, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.eos_token_ids))
+        self._eos_token_ids = vocabulary.eos_token_ids
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=THREADS)
 
@@ -59,7 +60,7 @@ class XGrammarBackend:
         if kind == "choice":
             elements = [{"type": "const_string", "value": choice} for choice in read_choices(schema)]
             return _written("tag", {"type": "or", "elements": elements})
-        return _written("tag", _tag(read_structural_tag(schema)))
+        return _written("tag", _tag(read_structural_tag(schema, self._eos_token_ids)))
 
     def build(self, grammar: str, run: Run = at_once) -> XGrammarGrammar:
         try:

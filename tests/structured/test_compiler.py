@@ -56,6 +56,16 @@ def test_errors_are_not_kept(grammars: GrammarCompiler) -> None:
     assert not grammars._cache
 
 
+def test_what_ends_an_output_is_no_part_of_one(grammars: GrammarCompiler) -> None:
+    for trigger in ({"trigger_token_ids": [7, EOS]}, {"trigger_token_ids": [7], "bound_token_id": EOS}):
+        with pytest.raises(ValueError, match="must not hold a token that ends an output"):
+            grammars.compile(REGEX | trigger).result(20)
+    parts = [{"type": "token", "token": EOS}, {"type": "const_string", "value": "x"}]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
+    with pytest.raises(ValueError, match=f"token {EOS} ends an output"):
+        grammars.compile({"schema_type": "structural_tag", "schema": tag}).result(20)
+
+
 def test_the_cache_forgets_the_oldest(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "CACHED_GRAMMARS", 3)
     for number in range(6):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer.structured.compiler import GrammarCompiler
 from deepinfer.structured.endless import All, Ending, Some, endless
 from deepinfer.structured.json_schema import FORMATS, bounded, check_schema
-from tests.structured.grammars import accepts, as_written, compiled, generated_schema, tokenizer, walk
+from tests.structured.grammars import accepts, as_written, compiled, generated_schema, tokenizer, vocabulary, walk
 
 SUITE = [json.loads(line) for line in (Path(__file__).parent / "json_schema_test_suite/schemas.jsonl").open()]
 VALIDATORS = {"draft2020-12": jsonschema.Draft202012Validator, "draft7": jsonschema.Draft7Validator}
@@ -129,6 +132,8 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"enum": []}, "enum", "#/enum"),
     ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "oneOf", "so_args.schema"),
     ({"type": "string", "pattern": "a(?=b)"}, "a(?=b)", "so_args.schema"),
+    ({"properties": {"a": {"pattern": "a++b"}}}, "++ is not supported in 'a++b'", ""),
+    ({"$ref": "#/$defs/deepinfer.any", "$defs": {"deepinfer.any": {"type": "null"}}}, "#/$defs/deepinfer.any", ""),
     (False, "false", "so_args.schema"),
     ({"$ref": "#"}, "no finite value satisfies #", "so_args.schema"),
     ({"required": ["a"], "type": "object", "properties": {"a": {"$ref": "#"}}}, "no finite value satisfies #:", ""),
@@ -140,6 +145,39 @@ REFUSED: list[tuple[Any, str, str]] = [
     ("", "object or a boolean", "#"),
     ([], "object or a boolean", "#"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Größe", "a%b", 'a~0b c"[<', "ü~1x"])
+def test_references_may_have_any_name(name: str) -> None:
+    plain = name.replace("~1", "/").replace("~0", "~")
+    for reference in (name.replace("%", "%25"), quote(name, safe="")):
+        grammar = compiled_json({"$ref": f"#/$defs/{reference}", "$defs": {plain: {"const": [1]}}})
+        assert accepts(grammar, "[1]") and not accepts(grammar, "[2]")
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {"type": "string", "minLength": 3, "maxLength": 2}}}, None),
+        ({"required": ["a"], "type": "object", "properties": {
+            "x": {"type": "string", "minLength": 3, "maxLength": 2},
+            "a": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/n"}}},
+          "$defs": {"n": {"type": "integer", "minimum": 1.2, "maximum": 1.8}}}, "#/properties/a/items: Unsatisfiable"),
+        ({"items": {"properties": {"p": {"pattern": "a(?=b)"}}}}, "#/items/properties/p: not a regular expression"),
+        ({"properties": {"a": {}, "b": {"oneOf": [{"type": "integer"}, {"minimum": 2}]}}}, "#/properties/b: oneOf"),
+        ({"anyOf": [{"allOf": [{"type": "string"}, {"type": "null"}]}]}, "#/anyOf/0: Unsatisfiable"),
+    ],
+)  # fmt: skip
+def test_faults_that_the_library_finds_have_a_place(schema: Any, message: str | None) -> None:
+    """None: a property that may be left out, and is."""
+    grammars = GrammarCompiler(vocabulary)
+    future = grammars.compile({"schema_type": "json", "schema": json.dumps(schema)})
+    if message is None:
+        assert future.result(30)
+    else:
+        with pytest.raises(ValueError, match=f"^so_args.schema: {re.escape(message)}"):
+            future.result(30)
+    grammars.close()
 
 
 FINITE: list[tuple[Any, Any]] = [
