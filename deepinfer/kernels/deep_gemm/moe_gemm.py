@@ -33,6 +33,7 @@ class _Params(ctypes.Structure):
         ("out_scales", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
         ("out_scales_stride", ctypes.c_int),
+        ("tokens", ctypes.c_int),
         ("experts", ctypes.c_int),
         ("row_blocks", ctypes.c_int),
         ("k_blocks", ctypes.c_int),
@@ -58,7 +59,7 @@ class _Variant:
 
     def build(self) -> Build:
         """What to compile."""
-        tokens, stages = (32, 9) if self.few else (96, 6)
+        tokens, stages = (32, 9) if self.few else (80, 7 if self.gate_up else 6)
         defines = {"GATE_UP": int(self.gate_up), "STAGES": stages, "GROUPS": self.groups, "MAX_TOKENS": tokens}
         return Build("moe_gemm", SOURCE, dict(defines))
 
@@ -76,8 +77,8 @@ def _kernel(variant: _Variant) -> Kernel:
 def _launch(
     x: Tensor,
     x_scales: Tensor,
-    begins: Tensor,
-    counts: Tensor,
+    begins: Tensor | None,
+    counts: Tensor | None,
     weights: ExpertWeights,
     params: _Params,
     starts_early: bool,
@@ -89,13 +90,16 @@ def _launch(
     if list(x_scales.shape) != [rows, k_blocks] or x_scales.dtype != torch.float32:
         raise ValueError(f"x_scales must be float32 [{rows}, {k_blocks}], got {list(x_scales.shape)}")
     for name, table in (("begins", begins), ("counts", counts)):
-        if table.dtype != torch.int32 or list(table.shape) != [experts]:
+        if table is None and experts != 1:
+            raise ValueError(f"{name} may be None for one expert only, got {experts}")
+        if table is not None and (table.dtype != torch.int32 or list(table.shape) != [experts]):
             raise ValueError(f"{name} must be int32 [{experts}], got {table.dtype} {list(table.shape)}")
     if experts > MAX_EXPERTS:
         raise ValueError(f"at most {MAX_EXPERTS} experts, got {experts}")
     params.weights, params.row_scales = weights.tiles.data_ptr(), weights.row_scales.data_ptr()
-    params.begins, params.counts = begins.data_ptr(), counts.data_ptr()
-    params.experts, params.row_blocks, params.k_blocks = experts, row_blocks, k_blocks
+    if begins is not None and counts is not None:
+        params.begins, params.counts = begins.data_ptr(), counts.data_ptr()
+    params.tokens, params.experts, params.row_blocks, params.k_blocks = rows, experts, row_blocks, k_blocks
     variant = _Variant(weights.gate_up, rows <= FEW_TOKENS * experts)
     _kernel(variant).launch(
         (processors(x.device.index), 1, 1),
@@ -110,8 +114,8 @@ def _launch(
 def grouped_gemm(
     x: Tensor,
     x_scales: Tensor,
-    begins: Tensor,
-    counts: Tensor,
+    begins: Tensor | None,
+    counts: Tensor | None,
     weights: ExpertWeights,
     out: Tensor | None = None,
     out_rows: Tensor | None = None,
@@ -121,8 +125,9 @@ def grouped_gemm(
 
     x E4M3, x_scales float32 [P, ceil(K / 128)]; begins and counts int32 [E], nothing is copied to the host. Contiguous
     groups follow one another, masked ones begin at multiples of their room: both are ranges of rows. Rows of no expert
-    are not written. `out_rows` int32 [P] sends row p to out_rows[p] of `out`. `starts_early`: the kernel before on the
-    stream makes x and nothing else of the arguments. Raises ValueError.
+    are not written. begins and counts None: a dense product, with the one expert. `out_rows` int32 [P] sends row p to
+    out_rows[p] of `out`. `starts_early`: the kernel before on the stream makes x and nothing else of the arguments.
+    Raises ValueError.
     """
     if weights.gate_up:
         raise ValueError("weights are those of gate and up: use grouped_gate_up")
