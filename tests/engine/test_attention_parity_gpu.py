@@ -6,8 +6,9 @@ The other runs are fed the tokens of the first, so that all steps can be compare
 Tolerance: the kernel multiplies and adds in FP32 and differs from float32 attention by one rounding of probabilities to
 BF16, 0.15% of a result's norm (tests/kernels/test_flash_mla.py). What a model makes of that, in later layers and where
 a last bit decides about a cache's code or a selected position, no formula says: a third run measures it, float32
-attention with noise of that size on its results. Logits may differ by twice what the noise does (the largest of 96 rows
-against the largest of 96), and by TOLERANCE at most; tokens must be the same where the reference is surer than that.
+attention with noise of that size on its results. Logits may differ by one and a half times what the noise does (largest
+of 96 rows against largest of 96; measured on an H200: 1.04 and 0.96 times, over BF16 and over FP8 and FP4 caches), and by
+MOST of their norm; tokens must be the same where the reference is surer than that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from deepinfer.kernels.reference.basic import rope
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.params import SamplingParams
 
-TOLERANCE = {"bf16": 0.04, "fp8": 0.07}
+MOST = {"bf16": 0.06, "fp8": 0.15}
 ROUNDING = 2**-8 / (3 * 2.16) ** 0.5  # of a norm, by rounding its values to BF16
 PROMPTS = (900, 300, 40, 1500)  # beyond the window, beyond top-k at ratio 1 and 2, and within both
 STEPS = 24
@@ -137,10 +138,11 @@ def test_the_engine_gives_the_reference_s_tokens(kv_cache_dtype: str, monkeypatc
     exact, noisy = (reference_run(noise, ours, options, monkeypatch) for noise in (0.0, ROUNDING))
     assert not launches
     assert sum(map(len, ours)) == len(PROMPTS) * STEPS
-    allowed = 2 * compare(noisy, exact, 1.0)[0]
+    noise = compare(noisy, exact, 1.0)[0]
+    allowed = min(1.5 * noise, MOST[kv_cache_dtype])
     error, agreement, wrong = compare(ours, exact, allowed)
-    print(f"{kv_cache_dtype}: {error:.4f} of the logits' norm, noise {allowed / 2:.4f}, same tokens {agreement:.3f}")
-    assert error < min(allowed, TOLERANCE[kv_cache_dtype])
+    print(f"{kv_cache_dtype}: {error:.4f} of the logits' norm, noise {noise:.4f}, same tokens {agreement:.3f}")
+    assert error < allowed
     assert agreement > 0.9
     assert wrong == 0
 
