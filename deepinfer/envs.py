@@ -103,9 +103,10 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         "seconds that a server's grammar may take to be compiled",
     ),
     "DEEPINFER_KERNELS": (
-        _choice("auto", "reference", "triton"),
+        _choice("auto", "reference", "triton", "tilelang"),
         "auto",
-        "auto takes the fastest kernels there are, triton on a GPU none in CUDA C++, reference the PyTorch ones",
+        "auto takes the fastest kernels there are, triton on a GPU none in CUDA C++, tilelang TileLang's "
+        "before those, reference the PyTorch ones",
     ),
     "DEEPINFER_MAX_BACKTRACKING_TOKENS": (
         _number(int, 1),

@@ -8,7 +8,7 @@
 
 Calling the operation picks the backend of the first tensor's device. A backend that does not cover a case (a dtype, a
 format) returns NotImplemented and the reference runs. `DEEPINFER_KERNELS=reference` switches every backend off,
-`DEEPINFER_KERNELS=triton` those in CUDA C++.
+`DEEPINFER_KERNELS=triton` those in CUDA C++, and `=tilelang` puts the portable ones in the place of both.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from deepinfer import envs
 
 FORCE_REFERENCE = envs.get("DEEPINFER_KERNELS") == "reference"
+USES_TILELANG = envs.get("DEEPINFER_KERNELS") == "tilelang"
 USES_CUDA_CPP = envs.get("DEEPINFER_KERNELS") == "auto"
 
 

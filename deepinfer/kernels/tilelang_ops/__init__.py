@@ -17,6 +17,10 @@ import tilelang
 from deepinfer.kernels.platform import PLATFORM
 
 TARGETS: dict[str, Any] = {"cuda": {"kind": "cuda", "arch": "sm_90"}, "asc": "ascend"}
+PASS_CONFIGS: dict[str, dict[str, Any]] = {
+    "cuda": {},
+    "asc": {"tirx.disable_vectorize": True},  # vectors of bytes have no type in its SIMT code
+}
 
 BACKEND = "asc" if PLATFORM.tilelang_ops_backend == "asc" else "cuda"
 _package = importlib.import_module(f"{__package__}.{BACKEND}")
@@ -27,9 +31,15 @@ for _info in pkgutil.iter_modules(_package.__path__):
             globals()[_name] = _factory
 
 
+def compiled(function: Any) -> Any:
+    """What a factory made, compiled for the platform's device: a callable of tensors, outputs last."""
+    target = "ascend" if BACKEND == "asc" else "cuda"  # of the card that is there
+    return tilelang.compile(function, target=target, pass_configs=PASS_CONFIGS[BACKEND])
+
+
 def source(function: Any, backend: str = BACKEND) -> str:
     """CUDA C++ or AscendC of what a factory made; needs neither a device nor its compiler."""
     target = tilelang.tvm.target.Target(TARGETS[backend])
-    with target:
+    with tilelang.tvm.transform.PassContext(config=PASS_CONFIGS[backend]), target:
         lowered = tilelang.lower(function, target=target, enable_host_codegen=False, enable_device_compile=False)
     return lowered.kernel_source

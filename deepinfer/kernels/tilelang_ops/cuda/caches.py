@@ -1,36 +1,37 @@
-"""Addresses in paged caches, rows out of them, and masks of tokens."""
+"""Addresses in paged caches, rows into and out of them, one block a row.
+
+A cache is a view [pages, size, row] whose pages and rows may be apart; row_format: 'fp8', 'mxfp4' or 'nvfp4' of
+`RowFormat`, or the dtype of a cache of plain values.
+"""
 
 from typing import Any
 
 import tilelang.language as T
 
+from deepinfer.kernels.tilelang_ops.bodies import caches, threads_for
+
 THREADS = 128
-NONE = -1
 
 
-def entry_slots_tl(k: int, max_blocks: int, entries: int) -> Any:
-    """`entry_slots` of positions int32 [n, k] by the block tables int32 [sequences, max_blocks]; -1 stays -1."""
+def entry_slots_tl(k: int, max_blocks: int, stride: int, entries: int) -> Any:
+    """`entry_slots` of positions int32 [n, k] by block tables int32 [sequences, max_blocks], `stride` apart."""
     n, sequences = T.dynamic("n"), T.dynamic("sequences")
 
     @T.prim_func
     def entry_slots(
         positions: T.Tensor((n, k), "int32"),
-        tables: T.Tensor((sequences, max_blocks), "int32"),
+        tables: T.StridedTensor((sequences, max_blocks), (stride, 1), "int32"),
         sequence_of_row: T.Tensor((n,), "int32"),
         slots: T.Tensor((n, k), "int32"),
     ):
         with T.Kernel(n, threads=THREADS) as row:
-            for j in T.Parallel(k):
-                at = T.max(positions[row, j], 0)
-                slot = tables[sequence_of_row[row], at // entries] * entries + at % entries
-                slots[row, j] = T.if_then_else(positions[row, j] >= 0, slot, NONE)
+            caches.entry_slots(positions, tables, sequence_of_row[row], slots, row, k, entries)
 
     return entry_slots
 
 
 def window_slots_tl(window: int, ring: int) -> Any:
-    """Slots int32 [n, window] of the last `window` tokens up to positions int32 [n] in rings of the state slots
-    int32 [n] (as `decode_plan` has them); -1 before the first token."""
+    """`window_slots` at positions int32 [n] in rings of the state slots int32 [n]."""
     n = T.dynamic("n")
 
     @T.prim_func
@@ -38,65 +39,46 @@ def window_slots_tl(window: int, ring: int) -> Any:
         positions: T.Tensor((n,), "int32"), states: T.Tensor((n,), "int32"), slots: T.Tensor((n, window), "int32")
     ):
         with T.Kernel(n, threads=THREADS) as row:
-            for j in T.Parallel(window):
-                at = positions[row] - (window - 1) + j
-                slots[row, j] = T.if_then_else(at >= 0, states[row] * ring + T.max(at, 0) % ring, NONE)
+            caches.window_slots(positions[row], states[row] * ring, slots, row, window, ring)
 
     return window_slots
 
 
-def load_rows_tl(dim: int, dtype: str = "bfloat16") -> Any:
-    """`load_rows` of a cache of plain values [all slots, dim]: rows slots int32 [n], slot 0 for -1."""
-    n, size = T.dynamic("n"), T.dynamic("size")
+def load_rows_tl(
+    dim: int, row_format: str, size: int, page_stride: int, row_stride: int, dtype: str = "bfloat16"
+) -> Any:
+    """`load_rows` at slots int32 [n], the row of slot 0 for -1."""
+    n, pages = T.dynamic("n"), T.dynamic("pages")
+    row_size, stored = caches.row_size(row_format, dim), "uint8" if row_format in caches.PACKED else row_format
 
     @T.prim_func
-    def load_rows(cache: T.Tensor((size, dim), dtype), slots: T.Tensor((n,), "int32"), out: T.Tensor((n, dim), dtype)):
-        with T.Kernel(n, threads=THREADS) as row:
-            for j in T.Parallel(dim):
-                out[row, j] = cache[T.max(slots[row], 0), j]
+    def load_rows(
+        cache: T.StridedTensor((pages, size, row_size), (page_stride, row_stride, 1), stored),
+        slots: T.Tensor((n,), "int32"),
+        out: T.Tensor((n, dim), dtype),
+    ):
+        with T.Kernel(n, threads=threads_for(dim)) as row:
+            slot = T.max(slots[row], 0)
+            caches.load_row(cache, caches.row_at(slot, size), out, row, dim, row_format)
 
     return load_rows
 
 
-def apply_token_bitmask_tl(vocab: int) -> Any:
-    """`apply_token_bitmask` of logits float32 [n, vocab] by bitmask int32 [n, ceil(vocab / 32)]."""
-    n, words, block = T.dynamic("n"), (vocab + 31) // 32, 2048
+def store_rows_tl(
+    dim: int, row_format: str, size: int, page_stride: int, row_stride: int, dtype: str = "bfloat16"
+) -> Any:
+    """`store_rows` of values [n, dim] at slots int32 [n], none of them -1."""
+    n, pages = T.dynamic("n"), T.dynamic("pages")
+    row_size, stored = caches.row_size(row_format, dim), "uint8" if row_format in caches.PACKED else row_format
 
     @T.prim_func
-    def apply_token_bitmask(
-        logits: T.Tensor((n, vocab), "float32"),
-        bitmask: T.Tensor((n, words), "int32"),
-        out: T.Tensor((n, vocab), "float32"),
+    def store_rows(
+        values: T.Tensor((n, dim), dtype),
+        slots: T.Tensor((n,), "int32"),
+        cache: T.StridedTensor((pages, size, row_size), (page_stride, row_stride, 1), stored),
     ):
-        with T.Kernel(n, T.ceildiv(vocab, block), threads=THREADS) as (row, part):
-            for j in T.Parallel(block):
-                at = part * block + j
-                if at < vocab:
-                    allowed = (bitmask[row, at // 32] >> (at % 32)) & 1
-                    out[row, at] = T.if_then_else(allowed != 0, logits[row, at], -T.infinity("float32"))
+        with T.Kernel(n, threads=threads_for(dim // 2)) as row:
+            slot = slots[row]
+            caches.store_row(values, row, cache, caches.row_at(slot, size), dim, row_format, dtype)
 
-    return apply_token_bitmask
-
-
-def hc_post_tl(dim: int, hc: int = 4, dtype: str = "bfloat16") -> Any:
-    """`hc_post` of h [n, hc, dim], y [n, dim], post [n, hc], comb [n, hc, hc], one block a row."""
-    n = T.dynamic("n")
-
-    @T.prim_func
-    def hc_post(
-        h: T.Tensor((n, hc, dim), dtype),
-        y: T.Tensor((n, dim), dtype),
-        post: T.Tensor((n, hc), "float32"),
-        comb: T.Tensor((n, hc, hc), "float32"),
-        out: T.Tensor((n, hc, dim), dtype),
-    ):
-        with T.Kernel(n, threads=THREADS) as row:
-            value = T.alloc_fragment((hc, dim), "float32")
-            for j, d in T.Parallel(hc, dim):
-                value[j, d] = post[row, j] * T.cast(y[row, d], "float32")
-                for i in T.serial(hc):
-                    value[j, d] += comb[row, i, j] * T.cast(h[row, i, d], "float32")
-            for j, d in T.Parallel(hc, dim):
-                out[row, j, d] = value[j, d]
-
-    return hc_post
+    return store_rows
