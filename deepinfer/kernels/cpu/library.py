@@ -35,6 +35,8 @@ SIGNATURES = {
     "mask_to_candidates": "pplllp",
     "engram_hash": "ppppllllp",
     "engram_gate": "ppppflllp",
+    "entry_slots": "pllplplp",
+    "pool_groups": "plpllplpllppplp",
     "lookup_drafts": "plppllllpp",
     "moe_gate": "!ppllllifpp",
     "moe_experts": "!ppplllllppppppfip",
