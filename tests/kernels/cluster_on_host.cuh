@@ -15,7 +15,6 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
-struct alignas(16) float4 { float x, y, z, w; };
 struct Index { int x, y; };
 using std::max;
 using std::min;
@@ -128,22 +127,6 @@ static float __shfl_xor_sync(u32, float value, int mask) {
     u32 bits = __float_as_uint(value);
     int lane = threadIdx.x % 32 ^ mask;
     return __uint_as_float(exchange(bits, [=](u64* all) { return (u32)all[lane]; }));
-}
-static uint4 load_streaming(const void* at) { uint4 v; memcpy(&v, at, 16); return v; }
-
-static float half_of(u64 pairs, int k) { return __uint_as_float((u32)(pairs >> (k / 8 * 32 + k % 2 * 16)) << 16); }
-static void multiply_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    u64 upper[32], lower[32], right[32];  // rows 0 to 7 and 8 to 15 of a, columns of b: by lane, k below 8 and from 8 on
-    auto gather = [](u64 first, u64 second, u64* to) {
-        exchange(first & 0xFFFFFFFF | second << 32, [=](u64* all) { std::copy(all, all + 32, to); return 0; });
-    };
-    gather(a[0], a[2], upper), gather(a[1], a[3], lower), gather(b0, b1, right);
-    for (int i = 0; i < 4; i++) {
-        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; k++) {
-            c[i] += half_of((i < 2 ? upper : lower)[row * 4 + k % 8 / 2], k) * half_of(right[column * 4 + k % 8 / 2], k);
-        }
-    }
 }
 static void __syncwarp() { sync(fibers[current].warp->barrier); }
 

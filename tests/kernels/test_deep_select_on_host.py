@@ -41,7 +41,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Build, str],
         macros = [f"-D{name}={value}" for name, value in build.defines.items()]
         name = "".join([build.name, *macros])
         if name not in built:
-            for source in (*build.source.parent.glob("*.cu*"), *Path(top_k.__file__).parent.glob("*.cuh")):
+            for source in (*build.source.parent.glob("*.cu"), *Path(top_k.__file__).parent.glob("*.cuh")):
                 if source.name != "cluster.cuh":
                     text = source.read_text().replace("../deep_select/", "")
                     (folder / source.name).write_text(text)
@@ -160,10 +160,11 @@ def test_gate(compiled):
         torch.testing.assert_close(gates, expected[1], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("n", "dim", "tokens"), [(1, 384, 1), (3, 384, 2), (5, 64, 4), (2, 2048, 1), (70, 384, 32)])
+@pytest.mark.parametrize(
+    ("n", "dim", "cluster", "tokens"), [(1, 384, 8, 1), (3, 384, 8, 2), (5, 64, 8, 4), (2, 2048, 8, 1)]
+)
 @pytest.mark.parametrize("after_sub_layer", [True, False])
-def test_hyper_connection(compiled, n: int, dim: int, tokens: int, after_sub_layer: bool):
-    """Few tokens of a cluster, and 32 of them with the tensor cores."""
+def test_hyper_connection(compiled, n: int, dim: int, cluster: int, tokens: int, after_sub_layer: bool):
     g = torch.Generator().manual_seed(dim + n)
     h, y = normal(g, n, 4, dim).bfloat16(), normal(g, n, dim).bfloat16()
     comb = torch.rand(n, 4, 4, generator=g)
@@ -173,18 +174,9 @@ def test_hyper_connection(compiled, n: int, dim: int, tokens: int, after_sub_lay
     after = torch.full_like(h, torch.nan) if mix else h
     shapes = ((n, 4), (n, 4), (n, 4, 4))
     outputs = (after, torch.full_like(y, torch.nan), *(torch.full(shape, torch.nan) for shape in shapes))
-    fn_given, cluster = fn, hyper_connection.CLUSTER
-    build = hyper_connection.build(dim, cluster, tokens)
-    shared_bytes = hyper_connection.shared_bytes(dim, cluster, tokens)
-    if tokens == hyper_connection.MANY_TOKENS:
-        fn_given, cluster = torch.full_like(fn, torch.nan), hyper_connection.MANY_CLUSTER
-        build, shared_bytes = hyper_connection.build_many(dim, after_sub_layer), hyper_connection.shared_bytes_many(dim)
-        arrange = compiled(hyper_connection.build_arrange(dim), "ArrangeParams")
-        arrangement = hyper_connection.arrange_parameters(fn, fn_given)
-        arrange(ctypes.byref(arrangement), hyper_connection.arrange_blocks(dim), 1, 0)
-    weights = fn_given, scale, base, norm
-    arguments = hyper_connection.parameters(h, mix, p_prev, weights, tuple(constants), outputs)
-    compiled(build, "MixParams")(ctypes.byref(arguments), cluster, -(-n // tokens), shared_bytes)
+    arguments = hyper_connection.parameters(h, mix, p_prev, (fn, scale, base, norm), tuple(constants), outputs)
+    on_host = compiled(hyper_connection.build(dim, cluster, tokens), "MixParams")
+    on_host(ctypes.byref(arguments), cluster, -(-n // tokens), hyper_connection.shared_bytes(dim, cluster, tokens))
     weights = (p_prev, fn, scale, base, norm.float(), *constants)
     if mix:
         before = hc_post.reference(h.float(), *(t.float() for t in mix)).bfloat16()

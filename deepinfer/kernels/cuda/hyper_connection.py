@@ -1,4 +1,4 @@
-"""mHC: post-mix, coefficients and pre-mix; on Hopper in one kernel (tile_kernels), else in three.
+"""mHC: post-mix, coefficients and pre-mix; on Hopper for few tokens in one kernel (tile_kernels), else in three.
 
 The first streams h once and makes h' (post-mix) and the mix-in sum(p_prev h'). The second multiplies h' with `fn`, each
 program leaving its share of the products and of the sum of squares. The third adds the shares of a token in a fixed
@@ -15,7 +15,7 @@ from torch import Tensor
 from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.reference import hyper_connection  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
-from deepinfer.kernels.tile_kernels.hyper_connection import mix_streams
+from deepinfer.kernels.tile_kernels.hyper_connection import mix_few
 
 MAX_HC = 8
 PROGRAMS = 528  # of the second kernel: four a multiprocessor
@@ -189,9 +189,9 @@ def _enter(h, y, post, comb, p_prev, fn, scale, base, norm_weight, sinkhorn_iter
     h, p_prev, fn, scale, base = (t.contiguous() for t in (h, *wide))
     mix = None if y is None else (y.contiguous(), post.contiguous(), comb.contiguous())
     weights = fn, scale, base, norm_weight.contiguous()
-    at_once = mix_streams(h, mix, p_prev, weights, (sinkhorn_iters, hc_eps, rms_eps))
-    if at_once is not None:
-        return at_once
+    few = mix_few(h, mix, p_prev, weights, (sinkhorn_iters, hc_eps, rms_eps))
+    if few is not None:
+        return few
     mixes = hc * (2 + hc)
     padded = max(triton.next_power_of_2(mixes + 1), 16)
     # Few tokens: split the columns over many programs. Many tokens: they fill the device by themselves.

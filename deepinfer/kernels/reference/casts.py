@@ -30,7 +30,7 @@ def _scale(amax: Tensor, values: str, scales: str) -> tuple[Tensor, Tensor]:
         return scale, scale
     if scales == "e4m3":
         scale = quant.e4m3_round(amax.clamp_min(most * 2.0**-9) / most)
-        return scale, scale.float().to(torch.float8_e4m3fn).view(torch.uint8)
+        return scale, scale.float().to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(scale.isnan(), 0x7F)
     group = amax.unsqueeze(-1)
     exponent = (quant.fp8_group_exponent if values == "e4m3" else quant.mxfp4_group_exponent)(group, 1)[..., 0]
     stored = (exponent + 127).to(torch.uint8)
