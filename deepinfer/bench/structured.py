@@ -31,7 +31,6 @@ import numpy as np
 from deepinfer.bench.results import Record, measured, median_of
 from deepinfer.bench.synthetic import benchmark_engine, benchmark_model, num_blocks
 from deepinfer.config.engine import EngineConfig
-from deepinfer.engine.client import EngineClient
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import load_engine
 from deepinfer.engine.model_path import resolve_model
@@ -226,6 +225,8 @@ def mask_seconds(automaton: Automaton, num_words: int, seed: int) -> float:
 
 async def measure_tpot(model: str, num_streams: int, rounds: int, command: str) -> list[Record]:
     """Quiet windows and windows in which grammars that should not be compiled are, one after the other."""
+    from deepinfer.engine.client import EngineClient  # needs the packages of a server
+
     client = EngineClient(model, EngineConfig(max_num_seqs=num_streams))
     gaps: list[float] = []  # between tokens of a stream, of the present window
     window = 0
