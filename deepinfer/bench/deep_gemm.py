@@ -35,6 +35,7 @@ from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gate_up, grouped_gemm
 
 DIM, INNER, EXPERTS, ACTIVE = 5120, 2304, 384, 6
 
+PLANNED = 3  # shapes of DENSE that the plan has a target for
 # M, N, K, input sets: the plan's three, then V4.1-Flash's linears (wq_b, wkv, shared experts, indexer.wq_b).
 DENSE = [
     (8192, 8192, 8192, 1),
@@ -56,7 +57,7 @@ DENSE = [
 def dense() -> Iterator[Record]:
     """1 x 128 scales of activations, 128 x 128 of weights."""
     deep_gemm = import_deep_gemm()
-    for m, n, k, sets in DENSE:
+    for position, (m, n, k, sets) in enumerate(DENSE):
         ours: list[Callable[[], object]] = []
         theirs: list[Callable[[], object]] = []
         row_wise: list[Callable[[], object]] = []
@@ -74,7 +75,8 @@ def dense() -> Iterator[Record]:
         rate = flops / time_us(ours)
         name = f"FP8 GEMM, 1x128 and 128x128 scales, {m} x {n} x {k}"
         theirs_us = baseline_us(theirs) if theirs else None
-        yield record(name, "TFLOP/s", rate, ("DeepGEMM", theirs_us and flops / theirs_us), 0.95)
+        target = 0.95 if position < PLANNED else None
+        yield record(name, "TFLOP/s", rate, ("DeepGEMM", theirs_us and flops / theirs_us), target)
         row_wise_us = baseline_us(row_wise)
         baseline = ("torch._scaled_mm, row-wise scales", row_wise_us and flops / row_wise_us)
         yield record(f"{name}, beside one scale a row", "TFLOP/s", rate, baseline, None)
