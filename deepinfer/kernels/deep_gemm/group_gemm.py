@@ -141,7 +141,10 @@ def _launch(
         raise ValueError(f"out must be [{p}, {n}] with N and the row stride multiples of 8, got {list(out.shape)}")
     if p == 0 or groups == 0:
         return out
-    variant = _Variant(dtype == torch.bfloat16, by_row, p <= FEW_ROWS * groups)
+    cards = processors(x.device.index)
+    large_tiles = -(-n // 256) * -(-p // 128)
+    few = p <= FEW_ROWS * groups or (groups == 1 and large_tiles < cards // 2)
+    variant = _Variant(dtype == torch.bfloat16, by_row, few)
     params = _Params(
         w_scales=None if w_scales is None else w_scales.data_ptr(),
         begins=None if begins is None else begins.data_ptr(),
@@ -157,5 +160,5 @@ def _launch(
     x_map = tensor_map(x, (16, piece), 128)
     scale_map = x_map if x_scales is None else tensor_map(row_scales_layout(x_scales).T, (1, variant.tokens), 0)
     w_map = tensor_map(w.flatten(0, 1), (variant.rows, piece), 128)
-    _kernel(variant).launch((processors(x.device.index), 1, 1), (THREADS, 1, 1), params, w_map, x_map, scale_map)
+    _kernel(variant).launch((cards, 1, 1), (THREADS, 1, 1), params, w_map, x_map, scale_map)
     return out
