@@ -9,23 +9,38 @@ EXPORT void rms_norm(const float *x, i64 stride, const float *weight, float eps,
     }
 }
 
+// The last pairs of `from`, rotated, to `to`; they may be the same row.
+INLINE void rotate(const float *from, const float *cos, const float *sin, float sign, i64 pairs, float *to) {
+#pragma omp simd
+    for (i64 p = 0; p < pairs; p++) {
+        const float even = from[2 * p], odd = from[2 * p + 1], sine = sign * sin[p];
+        to[2 * p] = even * cos[p] - odd * sine;
+        to[2 * p + 1] = even * sine + odd * cos[p];
+    }
+}
+
 EXPORT void rope(const float *x, const float *cos, const float *sin, int inverse, i64 n, i64 heads, i64 dim, i64 pairs,
                  float *out) {
     const i64 split = dim - 2 * pairs;
-    const float sign = inverse ? -1.0f : 1.0f;
 #pragma omp parallel for if (n * heads * dim > PARALLEL_WORK)
     for (i64 i = 0; i < n; i++)
         for (i64 h = 0; h < heads; h++) {
-            const float *from = x + (i * heads + h) * dim, *c = cos + i * pairs, *s = sin + i * pairs;
+            const float *from = x + (i * heads + h) * dim;
             float *to = out + (i * heads + h) * dim;
             memcpy(to, from, split * sizeof(float));
-#pragma omp simd
-            for (i64 p = 0; p < pairs; p++) {
-                const float even = from[split + 2 * p], odd = from[split + 2 * p + 1], sine = sign * s[p];
-                to[split + 2 * p] = even * c[p] - odd * sine;
-                to[split + 2 * p + 1] = even * sine + odd * c[p];
-            }
+            rotate(from + split, cos + i * pairs, sin + i * pairs, inverse ? -1.0f : 1.0f, pairs, to + split);
         }
+}
+
+EXPORT void norm_rope(const float *x, i64 stride, const float *weight, float eps, const float *cos, const float *sin, i64 n,
+                      i64 dim, i64 pairs, float *out) {
+    const i64 split = dim - 2 * pairs;
+#pragma omp parallel for if (n * dim > PARALLEL_WORK)
+    for (i64 i = 0; i < n; i++) {
+        float *to = out + i * dim;
+        scale_rows(x + i * stride, weight, 1.0f / sqrtf(sum_squares(x + i * stride, dim) / dim + eps), dim, to);
+        rotate(to + split, cos + i * pairs, sin + i * pairs, 1.0f, pairs, to + split);
+    }
 }
 
 EXPORT void swiglu(const float *gate_up, float limit, i64 n, i64 inner, float *out) {

@@ -73,9 +73,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 @backend("norm_rope", "cpu")
 def norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    normed = rms_norm(x, weight, eps)
-    rotated = normed if normed is NotImplemented else rope(normed.unsqueeze(1), cos, sin, False)
-    return rotated if rotated is NotImplemented else rotated.squeeze(1)
+    kernels = functions()
+    if kernels is None or not ready(weight, cos, sin) or x.dtype is not torch.float32 or x.stride(1) != 1:
+        return NotImplemented
+    n, dim = x.shape
+    out = torch.empty(n, dim, dtype=torch.float32)
+    kernels["norm_rope"](
+        x.data_ptr(), x.stride(0), weight.data_ptr(), eps, cos.data_ptr(), sin.data_ptr(), n, dim, cos.shape[1],
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
 
 
 @backend("norm_latents", "cpu")

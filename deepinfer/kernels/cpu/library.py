@@ -22,6 +22,7 @@ SIGNATURES = {
     "widen": "ippllp",
     "rms_norm": "plpfllp",
     "rope": "pppillllp",
+    "norm_rope": "plpfpplllp",
     "swiglu": "pfllp",
     "hc_post": "pppplllp",
     "hc_post_pre": "pppppppppllliffppppp",
