@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.kernels.test_ops_backends import compare, compare_draws, copied
 tilelang = pytest.importorskip("tilelang")
 tilelang_ops = importlib.import_module("deepinfer.kernels.tilelang_ops")
 operations = importlib.import_module("deepinfer.kernels.tilelang_ops.operations")
+compile_for_hopper = importlib.import_module("tests.kernels.tilelang_for_hopper").compile_for_hopper
 
 CACHE = (128, 70_000)  # entries a page, numbers from page to page
 SIZES: dict[str, tuple[Any, ...]] = {
@@ -82,12 +84,14 @@ def test_every_kernel_is_written_for_both():
 
 @pytest.mark.parametrize("name", LOWERED)
 @pytest.mark.parametrize(("backend", "entry"), [("cuda", "__global__ void"), ("asc", "__global__ __vector__ void")])
-def test_lowers_to_source(backend: str, entry: str, name: str):
-    """One kernel of the platform's language."""
+def test_lowers_to_source(backend: str, entry: str, name: str, tmp_path: Path):
+    """One kernel of the platform's language; CUDA C++ compiles for Hopper."""
     text = tilelang_ops.source(factories(backend)[name](*SIZES[name]), backend)
     assert len(re.findall(rf'extern "C" {re.escape(entry)}[^;]*\{{', text)) == 1
     assert ("asc_init" in text) == (backend == "asc")
     assert ("blockIdx" in text) == (backend == "cuda")
+    if backend == "cuda":
+        assert compile_for_hopper(text, tmp_path).startswith(b"\x7fELF")
 
 
 @cache
