@@ -24,8 +24,8 @@ def portable_pattern(pattern: str) -> str:
     """
     out, table, in_class, last = [], _NARROW, False, ""
     dot = "." if "(?s" in pattern else _DOT  # there, it means every character everywhere
-    for part in re.findall(r"\\.|\[\^|.", pattern, flags=re.DOTALL):
-        if part == "+" and not in_class and last in ("*", "+", "?", "}"):
+    for part in re.findall(r"\\[pPx]\{[^}]*\}|\\.|\{\d+,?\d*\}|\[\^|.", pattern, flags=re.DOTALL):
+        if part == "+" and not in_class and last[:1] in ("*", "+", "?", "{"):
             raise ValueError(f"so_args.schema: the quantifier {last}+ is not supported in {shown(pattern)}")
         last = part
         if part in table:

@@ -133,6 +133,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "oneOf", "so_args.schema"),
     ({"type": "string", "pattern": "a(?=b)"}, "a(?=b)", "so_args.schema"),
     ({"properties": {"a": {"pattern": "a++b"}}}, "++ is not supported in 'a++b'", ""),
+    ({"pattern": "(a|b){1,2}+b"}, "{1,2}+ is not supported", ""),
     ({"$ref": "#/$defs/deepinfer.any", "$defs": {"deepinfer.any": {"type": "null"}}}, "#/$defs/deepinfer.any", ""),
     (False, "false", "so_args.schema"),
     ({"$ref": "#"}, "no finite value satisfies #", "so_args.schema"),
