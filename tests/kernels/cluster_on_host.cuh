@@ -144,6 +144,7 @@ static u32 shared_address(const void* pointer) {
 }
 static u32 remote(u32 address, u32 rank) { return (address & 0xFFFFFF) | rank << 24; }
 static u8* place(u32 address) { return &blocks[address >> 24].memory.at(address & 0xFFFFFF); }
+static u32 load_remote(u32 address) { u32 v; memcpy(&v, place(address), 4); return v; }
 static uint4 load_remote4(u32 address) { uint4 v; memcpy(&v, place(address), 16); return v; }
 static void store_remote(u32 address, u32 value) { memcpy(place(address), &value, 4); }
 static void add_remote(u32 address, u32 value) { u32 old; memcpy(&old, place(address), 4); store_remote(address, old + value); }

@@ -82,6 +82,8 @@ def scores_of(kind: str, n: int, width: int) -> torch.Tensor:
         return scores.mul(8).round()
     if kind == "short":  # few above -inf, all of them at the start
         return scores.masked_fill(column >= min(700, width // 2), -INF)
+    if kind == "plateau":  # fewer than k above many equal ones
+        return scores.clamp_min(2.0)
     if kind == "zeros":
         return torch.where(column % 2 == 0, 0.0, -0.0).expand(n, -1).contiguous()
     if kind == "broken":
@@ -100,7 +102,7 @@ def test_selects_as_a_stable_sort(select, n: int, width: int, k: int, kind: str,
 
 
 @pytest.mark.parametrize("cluster", [2, 4])
-@pytest.mark.parametrize("kind", ["normal", "short", "zeros"])
+@pytest.mark.parametrize("kind", ["normal", "tied", "short", "plateau", "zeros", "broken"])
 def test_few_large_blocks(select, cluster: int, kind: str):
     scores = scores_of(kind, 2, 9000).bfloat16()
     assert torch.equal(select(scores, 512, None, cluster), top_k_positions.reference(scores, 512))

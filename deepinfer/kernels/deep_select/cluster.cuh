@@ -56,6 +56,12 @@ DEVICE uint4 load_remote4(u32 address) {
     return value;
 }
 
+DEVICE u32 load_remote(u32 address) {
+    u32 value;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
 DEVICE void store_remote(u32 address, u32 value) {
     asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
 }

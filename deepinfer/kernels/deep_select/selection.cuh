@@ -63,7 +63,10 @@ DEVICE void find_bin(const u32* histogram, u32 wanted, Shared& s) {
 #pragma unroll
         for (int i = 0; i < EACH; i += 4) {
             if (EACH < 4) {
-                for (int j = 0; j < EACH; j++) bins[j] = histogram[base + j];
+                for (int j = 0; j < EACH; j++) {
+                    u32 at = shared_address(histogram + base + j);
+                    bins[j] += RANKS > 1 ? load_remote(remote(at, rank)) : histogram[base + j];
+                }
                 continue;
             }
             uint4 part = RANKS > 1 ? load_remote4(remote(shared_address(histogram + base + i), rank))

@@ -6,6 +6,7 @@ import ctypes
 import logging
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -18,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 VALUES = 64  # of a thread, in registers
 WINDOW = 131072  # values that a cluster holds at a time
-CLUSTER = 8  # blocks of a wide row
+CLUSTER = 8  # blocks of a wide row,
+LARGE_BLOCKS = 2  # but so many where a block a multiprocessor is enough for all rows, and small ones would share them
+FEW_ROWS, MANY_ROWS = 32, 66  # between these
 NARROW = 8192  # values of a row that one block takes
 MOST_CHUNKS = 16
 _SHARED_LIMIT = 227 * 1024
@@ -72,6 +75,11 @@ def plan(width: int, k: int, cluster: int = CLUSTER) -> Plan | None:
     return chosen if width <= chunks * WINDOW and chosen.shared_bytes <= _SHARED_LIMIT else None
 
 
+def blocks_of_a_row(n: int) -> int:
+    """How many blocks share each of n wide rows: small ones wait less, large ones meet less often."""
+    return LARGE_BLOCKS if FEW_ROWS < n <= MANY_ROWS else CLUSTER
+
+
 def build(bf16: bool, chosen: Plan) -> Build:
     defines: dict[str, int | str] = {"BF16": int(bf16), "CLUSTER": chosen.cluster, "THREADS": chosen.threads}
     return Build("top_k", Path(__file__).parent / "top_k.cu", defines)
@@ -79,7 +87,8 @@ def build(bf16: bool, chosen: Plan) -> Build:
 
 def builds() -> list[Build]:
     """What the engine launches: for `deepinfer kernels warmup`."""
-    plans = [chosen for width in (NARROW, WINDOW) if (chosen := plan(width, 512)) is not None]
+    shapes = ((NARROW, CLUSTER), (WINDOW, CLUSTER), (WINDOW, LARGE_BLOCKS))
+    plans = [chosen for width, cluster in shapes if (chosen := plan(width, 512, cluster)) is not None]
     return [build(bf16, chosen) for bf16 in (False, True) for chosen in plans]
 
 
@@ -87,7 +96,8 @@ def builds() -> list[Build]:
 def _kernels(bf16: bool, device: int) -> dict[Plan, Kernel]:
     """Kernels for a dtype by plan, loaded: that cannot happen in a graph's capture. Empty if one does not compile."""
     widths = (NARROW // 2, NARROW, *(chunks * WINDOW for chunks in (1, MOST_CHUNKS // 4, MOST_CHUNKS)))
-    plans = {chosen for width in widths for k in (512, 1024, 4096) if (chosen := plan(width, k)) is not None}
+    shapes = product(widths, (512, 1024, 4096), (CLUSTER, LARGE_BLOCKS))
+    plans = {chosen for shape in shapes if (chosen := plan(*shape)) is not None}
     kernels = {}
     for each in plans:
         kernel = Kernel(build(bf16, each), each.shared_bytes)
@@ -127,7 +137,7 @@ def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None, ends: Tens
     n, width = scores.shape
     if not scores.is_cuda or not is_hopper(scores.device.index) or scores.dtype not in (torch.float32, torch.bfloat16):
         return None
-    chosen = plan(width, k)
+    chosen = plan(width, k, blocks_of_a_row(n))
     if chosen is None or scores.stride(1) != 1:
         return None
     kernels = _kernels(scores.dtype is torch.bfloat16, scores.device.index)
