@@ -124,7 +124,7 @@ class Speculation:
         self.gate = DraftGate(self.times, drafter.num_drafts)
         self._makes_drafts = True  # the next step, for the one behind it
         self._num_expected = 0.0  # drafts of the next step that are expected to be accepted
-        self._new_scores: list[list[float]] = []  # chances of drafts that the gate has not seen
+        self._new_chances: list[list[float]] = []  # chances of drafts that the gate has not seen
         self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
 
     def draft_lengths(self, sequences: list[TokenSequence]) -> list[int]:
@@ -137,14 +137,17 @@ class Speculation:
         if not self.variable_length:
             return room
         self._makes_drafts = self.gate.makes_drafts(len(sequences))
-        self.gate.saw(self._new_scores)  # after the gate was asked: it must not depend on what the drafts to verify are
-        self._new_scores = []
+        self.gate.saw(
+            self._new_chances
+        )  # after it was asked: it must not depend on the drafts to verify
+        self._new_chances = []
         if not any(room):
             return room
         unknown = self.gate.profile
-        survival = np.array(
-            [unknown if seq.draft_scores is None else self.drafter.survival(seq.draft_scores) for seq in sequences]
-        )
+        known = [seq.draft_scores for seq in sequences if seq.draft_scores is not None]
+        survival = np.tile(unknown, (len(sequences), 1))
+        if known:
+            survival[[seq.draft_scores is not None for seq in sequences]] = self.drafter.survival(np.array(known))
         if self.overlaps:  # those are the chances of the drafts before
             survival = OLD_CHANCES * survival + (1 - OLD_CHANCES) * unknown
         chances = np.minimum(self.gate.trust * survival, 1.0)
@@ -162,7 +165,8 @@ class Speculation:
             if step.batch.has_drafts:
                 self.gate.learn(round.num_expected, round.num_accepted)
             scores = [seq.draft_scores for seq in step.sequences if seq.draft_scores is not None]
-            self._new_scores += map(self.drafter.survival, scores)
+            if scores and self.gate.wants_chances:
+                self._new_chances += self.drafter.survival(np.array(scores)).tolist()
 
     def before_decode(self, batch: ScheduledBatch) -> None:
         """Give the device the tokens of sequences that come from elsewhere: the host, or another engine."""

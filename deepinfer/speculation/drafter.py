@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from deepinfer.models.inputs import ModelInputs
@@ -62,8 +63,8 @@ class Drafter(Protocol):
         """Drafts for the sequences of the round."""
         ...
 
-    def survival(self, scores: list[float]) -> list[float]:
-        """Chances that draft i and all before it are accepted, not rising, from a sequence's row of Drafts.scores."""
+    def survival(self, scores: np.ndarray) -> np.ndarray:
+        """Chances [S, K] that draft i and all before it are accepted, not rising, from S rows of Drafts.scores."""
         ...
 
     def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:

@@ -43,6 +43,11 @@ class DraftGate:
         self._expected = self._accepted = 0.0
 
     @property
+    def wants_chances(self) -> bool:
+        """Whether to show it the chances of drafts now: those of some steps will do while the gate is open."""
+        return not self.is_open or self._steps % REVIEW == 0
+
+    @property
     def trust(self) -> float:
         """Drafts accepted of each that was expected to be."""
         ratio = (self._accepted + TRUST_PRIOR) / (self._expected + TRUST_PRIOR)
@@ -104,6 +109,7 @@ class DraftGate:
         return with_drafts * self.times.plain(num_sequences) / num_sequences
 
     def _review(self, num_sequences: int) -> None:
+        self.times.correct()
         opens = self.gain(num_sequences) >= (1.0 if self.is_open else OPENS)
         if opens != self.is_open:
             self.is_open, self._steps, self._left = opens, 0, 0

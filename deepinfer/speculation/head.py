@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,12 +64,8 @@ class HeadDrafter:
             self.probabilities[slots] = drawn_from.view(len(slots), self.num_drafts, -1)
         return Drafts(draft.tokens[:, : self.num_drafts], draft.confidences[:, : self.num_drafts])
 
-    def survival(self, scores: list[float]) -> list[float]:
-        result, chance = [], 1.0
-        for confidence in scores:
-            chance *= confidence
-            result.append(chance)
-        return result
+    def survival(self, scores: np.ndarray) -> np.ndarray:
+        return np.cumprod(scores, axis=1)
 
     def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
         """Nothing to do: the confidences were calibrated when the head was trained."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,9 +67,9 @@ class NgramDrafter:
         )
         return Drafts(tokens, match.unsqueeze(1))
 
-    def survival(self, scores: list[float]) -> list[float]:
-        match = int(scores[0])
-        return self.rates.survival(match) if match else [0.0] * self.num_drafts
+    def survival(self, scores: np.ndarray) -> np.ndarray:
+        by_match = [[0.0] * self.num_drafts] + [self.rates.survival(match) for match in range(1, self.max_match + 1)]
+        return np.array(by_match)[scores[:, 0].astype(np.int64)]
 
     def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
         if scores[0]:

@@ -37,6 +37,7 @@ class StepTimes:
         self._plain: list[deque[float]] = [deque(maxlen=KEPT_PLAIN) for _ in range(num_classes)]
         self._drafting: list[deque[tuple[float, float]]] = [deque(maxlen=KEPT_DRAFTING) for _ in range(num_classes)]
         self._lines: dict[tuple[bool, int], tuple[float, float]] = {}  # by kind and batch size, where enough is known
+        self._times: dict[tuple[int, bool, int | None], np.ndarray] = {}  # that were asked for
 
     def plain(self, num_sequences: int) -> float:
         """Milliseconds of a step without drafts."""
@@ -47,6 +48,12 @@ class StepTimes:
 
         most: all that there can be, unless it is given.
         """
+        key = num_sequences, drafting, most
+        if key not in self._times:
+            self._times[key] = self._by_drafts(*key)
+        return self._times[key]
+
+    def _by_drafts(self, num_sequences: int, drafting: bool, most: int | None) -> np.ndarray:
         possible = num_sequences * self._num_drafts
         counts = np.arange((possible if most is None else most) + 1)
         made = self._draft_ms[num_sequences] if drafting else 0.0
@@ -69,14 +76,17 @@ class StepTimes:
             self._drafting[size].append((share, log(ms / expected)))
         else:
             self._plain[size].append(log(ms / self._step_ms[num_rows]))
-        self._lines.pop((drafting, size), None)
+
+    def correct(self) -> None:
+        """Let the times follow what was observed since; so far they have not."""
+        self._lines.clear()
+        self._times.clear()
 
     def fade(self) -> None:
         """Drafts have not been verified for long: what is known of such steps slowly counts less than the curve."""
-        for size, steps in enumerate(self._drafting):
+        for steps in self._drafting:
             if steps:
                 steps.popleft()
-                self._lines.pop((True, size), None)
 
     def _line(self, drafting: bool, size: int) -> tuple[float, float]:
         """Logarithm of the correction without drafts to verify, and what is added with all; of the nearest known size.

@@ -6,6 +6,7 @@ import random
 from array import array
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -76,8 +77,8 @@ class TellTale:
             drafts[cut:] = [NO_DRAFT] * (self.num_drafts - cut)
         return drafts
 
-    def survival(self, scores: list[float]) -> list[float]:
-        return [scores[0] ** (i + 1) for i in range(self.num_drafts)]
+    def survival(self, scores: np.ndarray) -> np.ndarray:
+        return scores[:, :1] ** np.arange(1, self.num_drafts + 1)
 
     def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_verified <= self.num_drafts

@@ -56,8 +56,8 @@ class Roulette:
         self.probabilities[round.slots] = probabilities if self.is_honest else 1 / VOCAB_SIZE
         return Drafts(tokens, scores)
 
-    def survival(self, scores: list[float]) -> list[float]:
-        return np.cumprod(scores).tolist()
+    def survival(self, scores: np.ndarray) -> np.ndarray:
+        return np.cumprod(scores, axis=1)
 
     def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
         self.num_rounds += 1

@@ -54,8 +54,8 @@ class Confident(TellTale):
         self.num_rounds += 1
         return super().draft(state, round)
 
-    def survival(self, scores: list[float]) -> list[float]:
-        return [self.claimed ** (i + 1) for i in range(NUM_DRAFTS)]
+    def survival(self, scores: np.ndarray) -> np.ndarray:
+        return np.tile(self.claimed ** np.arange(1, NUM_DRAFTS + 1), (len(scores), 1))
 
 
 @pytest.mark.parametrize("curve", [(10.0, 0.0), (10.0, 1.5)], ids=("flat curve", "steep curve"))

@@ -139,16 +139,21 @@ def test_steps_without_drafts_follow_the_median() -> None:
     times = StepTimes(FLAT, DRAFTS, NUM_DRAFTS)
     for _ in range(ENOUGH - 1):
         times.observe(4, 4, False, 2 * FLAT[4])
+    times.correct()
     assert times.plain(4) == FLAT[4]  # too little is known
     times.observe(4, 4, False, 2 * FLAT[4])
+    assert times.plain(4) == FLAT[4]
+    times.correct()
     assert times.plain(4) == pytest.approx(2 * FLAT[4])
     assert times.plain(64) == pytest.approx(2 * FLAT[64])  # the nearest that is known
     assert times.by_drafts(4, True)[8] == pytest.approx(2 * (FLAT[12] + DRAFTS[4]))  # nothing of that kind is known
     for ms in (1e6, 2 * FLAT[4], 2 * FLAT[4], 1e-6):  # disturbances
         times.observe(4, 4, False, ms)
+    times.correct()
     assert times.plain(4) == pytest.approx(2 * FLAT[4])
     for _ in range(KEPT_PLAIN):
         times.observe(4, 4, False, 100 * FLAT[4])
+    times.correct()
     assert times.plain(4) == pytest.approx(BOUND * FLAT[4])
 
 
@@ -162,11 +167,13 @@ def test_steps_with_drafts_follow_a_line() -> None:
     for number in range(64):
         rows = int(rng.choice([4, 8, 16]))
         times.observe(4, rows, True, truth(rows) * (5.0 if number % 9 == 0 else 1.0))
+    times.correct()
     for rows in (4, 12, 24):
         assert times.by_drafts(4, True)[rows - 4] == pytest.approx(truth(rows), rel=0.08)
     assert times.plain(4) == pytest.approx(FLAT[4] * np.exp(0.2), rel=0.08)  # the machine is the same
     for _ in range(64):
         times.fade()
+    times.correct()
     assert times.by_drafts(4, True)[20] == FLAT[24] + DRAFTS[4]
 
 
@@ -174,4 +181,5 @@ def test_steps_that_verify_and_make_none_teach_nothing() -> None:
     times = StepTimes(FLAT, DRAFTS, NUM_DRAFTS)
     for _ in range(KEPT_PLAIN):
         times.observe(4, 24, False, 1e3)
+    times.correct()
     assert times.plain(4) == FLAT[4]
