@@ -21,7 +21,8 @@ VALUES = 64  # of a thread, in registers
 WINDOW = 131072  # values that a cluster holds at a time
 CLUSTER = 8  # blocks of a wide row,
 LARGE_BLOCKS = 2  # but so many where a block a multiprocessor is enough for all rows, and small ones would share them
-FEW_ROWS, MANY_ROWS = 32, 66  # between these
+FEW_ROWS, MANY_ROWS = 32, 66  # between these,
+VERY_WIDE = 98304  # and rows have at least so many values
 NARROW = 8192  # values of a row that one block takes
 MOST_CHUNKS = 16
 _SHARED_LIMIT = 227 * 1024
@@ -75,9 +76,9 @@ def plan(width: int, k: int, cluster: int = CLUSTER) -> Plan | None:
     return chosen if width <= chunks * WINDOW and chosen.shared_bytes <= _SHARED_LIMIT else None
 
 
-def blocks_of_a_row(n: int) -> int:
+def blocks_of_a_row(n: int, width: int) -> int:
     """How many blocks share each of n wide rows: small ones wait less, large ones meet less often."""
-    return LARGE_BLOCKS if FEW_ROWS < n <= MANY_ROWS else CLUSTER
+    return LARGE_BLOCKS if FEW_ROWS < n <= MANY_ROWS and width >= VERY_WIDE else CLUSTER
 
 
 def build(bf16: bool, chosen: Plan) -> Build:
@@ -137,7 +138,7 @@ def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None, ends: Tens
     n, width = scores.shape
     if not scores.is_cuda or not is_hopper(scores.device.index) or scores.dtype not in (torch.float32, torch.bfloat16):
         return None
-    chosen = plan(width, k, blocks_of_a_row(n))
+    chosen = plan(width, k, blocks_of_a_row(n, width))
     if chosen is None or scores.stride(1) != 1:
         return None
     kernels = _kernels(scores.dtype is torch.bfloat16, scores.device.index)
