@@ -144,6 +144,9 @@ def draw(
     attempt = T.alloc_var("uint64", init=0)
     above = T.alloc_var("float32", init=-1.0)
     allowed = T.alloc_var(number, init=0.0)
+    target = T.alloc_var(number, init=0.0)
+    weight_above = T.alloc_var(number, init=0.0)
+    block = T.alloc_var("int32", init=0)
     pending = T.cast(is_drawn, "int32")
     attempt = counter
     above = -1.0
@@ -153,15 +156,15 @@ def draw(
         weight_above = sums[padded - 1]
         # A token that was drawn stays if too little weight is above it; else the next draw is among what is.
         pending = T.cast(T.And(weight_above >= allowed, weight_above > T.cast(0.0, number)), "int32")
-        first_above(sums, padded, uniform(seed, attempt, number) * weight_above, found)
+        target = uniform(seed, attempt, number) * weight_above
+        first_above(sums, padded, target, found)
         block = found[0]
-        begin = T.if_then_else(block > 0, sums[T.max(block - 1, 0)], T.cast(0.0, number))
+        target = target - T.if_then_else(block > 0, sums[T.max(block - 1, 0)], T.cast(0.0, number))
         for j in T.Parallel(BLOCK):
             weight = weight_of(logits, row, block * BLOCK + j, width, largest[0], heat, key, last)
             drawn[j] = T.if_then_else(T.And(weight >= least, weight > above), weight, 0.0)
             inside[j] = T.cast(drawn[j], number)
         running_sums(inside, scratch, BLOCK)
-        target = uniform(seed, attempt, number) * weight_above - begin
         first_above(inside, BLOCK, target, found)  # stays inside, though the block's sum was rounded otherwise
         for _ in T.Parallel(1):
             if pending > 0:
