@@ -137,9 +137,7 @@ class Speculation:
         if not self.variable_length:
             return room
         self._makes_drafts = self.gate.makes_drafts(len(sequences))
-        self.gate.saw(
-            self._new_chances
-        )  # after it was asked: it must not depend on the drafts to verify
+        self.gate.saw(self._new_chances)  # after it was asked: it must not depend on the drafts to verify
         self._new_chances = []
         if not any(room):
             return room
