@@ -37,6 +37,11 @@ def is_finite(magnitude: Any) -> Any:
     return magnitude < 0x7F800000
 
 
+def is_nan(x: Any) -> Any:
+    """By its bits: a comparison of x with itself is simplified away."""
+    return (bits(x) & T.uint32(0x7FFFFFFF)) > T.uint32(0x7F800000)
+
+
 def number(magnitude: Any) -> Any:
     return T.reinterpret(magnitude, "float32")
 
@@ -115,10 +120,9 @@ def scale_code(scale: Any, scales: str) -> Any:
     """What is stored of a scale: float32, or uint8 of its exponent or E4M3 code."""
     if scales == "float32":
         return scale
-    is_number = scale == scale
     if scales == "ue8m0":
-        return T.cast(T.if_then_else(is_number, bits(scale) >> 23, T.uint32(255)), "uint8")
-    return T.cast(T.if_then_else(is_number, e4m3_code(scale), T.uint32(127)), "uint8")
+        return T.cast(T.if_then_else(is_nan(scale), T.uint32(255), bits(scale) >> 23), "uint8")
+    return T.cast(T.if_then_else(is_nan(scale), T.uint32(127), e4m3_code(scale)), "uint8")
 
 
 def scale_value(code: Any, scales: str) -> Any:
@@ -135,7 +139,7 @@ def scale_value(code: Any, scales: str) -> Any:
 def divided(x: Any, scale: Any, scales: str, dtype: str) -> Any:
     """x over its group's scale as `dtype` holds it; 0 where the scale is NaN, which says all."""
     quotient = x * (1.0 / scale) if scales == "ue8m0" else x / scale  # a power of two divides exactly either way
-    return T.if_then_else(scale == scale, rounded(quotient, dtype), 0.0)
+    return T.if_then_else(is_nan(scale), 0.0, rounded(quotient, dtype))
 
 
 def value_code(quotient: Any, values: str) -> Any:

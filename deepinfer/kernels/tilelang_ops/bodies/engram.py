@@ -2,6 +2,7 @@
 
 import tilelang.language as T
 
+from deepinfer.kernels.tilelang_ops import formats
 from deepinfer.kernels.tilelang_ops.bodies.rows import wide
 
 
@@ -44,7 +45,7 @@ def engram_gate(h, kv, weight, alive, out, row, stream, key_at, value_at, dim, e
         norm = T.rsqrt(h_total[i] / dim + eps) * T.rsqrt(key_total[i] / dim + eps)
         dot[i] = dot[i] * norm / dim**0.5
         root = T.sqrt(T.max(T.abs(dot[i]), 1e-6))
-        root = T.if_then_else(dot[i] == dot[i], root, dot[i])  # a maximum drops NaN
+        root = T.if_then_else(formats.is_nan(dot[i]), dot[i], root)  # a maximum drops NaN
         dot[i] = alive / (1.0 + T.exp(T.if_then_else(dot[i] < 0, root, -root)))
     for i, j in T.Parallel(1, dim):
         out[row, stream, j] = wide(h[row, stream, j]) + dot[i] * wide(kv[row, value_at + j])

@@ -71,9 +71,19 @@ def row_largest(c, i, hc):
     return largest
 
 
-@T.macro
 def coefficients(u, scale, base, c, c_next, pre, post, comb, to, hc, iterations, hc_eps):
-    """pre[to, :], post[to, :] and comb[to, :, :] of the products u, by Sinkhorn's iterations; c and c_next [hc, hc]."""
+    """pre[to, :], post[to, :] and comb[to, :, :] of the products u, by Sinkhorn's iterations; c and c_next [hc, hc].
+
+    The iterations are unrolled: inside a loop of few threads no barrier would part them.
+    """
+    begin(u, scale, base, c, c_next, pre, post, to, hc, hc_eps)
+    for _ in range(iterations - 1):
+        iterate(c, c_next, hc, hc_eps)
+    finish(c_next, comb, to, hc)
+
+
+@T.macro
+def begin(u, scale, base, c, c_next, pre, post, to, hc, hc_eps):
     for j in T.Parallel(hc):
         pre[to, j] = sigmoid(u[j] * scale[0] + base[j]) + hc_eps
         post[to, j] = 2.0 * sigmoid(u[hc + j] * scale[1] + base[hc + j])
@@ -86,11 +96,18 @@ def coefficients(u, scale, base, c, c_next, pre, post, comb, to, hc, iterations,
         c[i, j] = c_next[i, j] / row_total(c_next, i, hc) + hc_eps
     for i, j in T.Parallel(hc, hc):
         c_next[i, j] = c[i, j] / (column_total(c, j, hc) + hc_eps)
-    for _ in T.serial(iterations - 1):
-        for i, j in T.Parallel(hc, hc):
-            c[i, j] = c_next[i, j] / (row_total(c_next, i, hc) + hc_eps)
-        for i, j in T.Parallel(hc, hc):
-            c_next[i, j] = c[i, j] / (column_total(c, j, hc) + hc_eps)
+
+
+@T.macro
+def iterate(c, c_next, hc, hc_eps):
+    for i, j in T.Parallel(hc, hc):
+        c[i, j] = c_next[i, j] / (row_total(c_next, i, hc) + hc_eps)
+    for i, j in T.Parallel(hc, hc):
+        c_next[i, j] = c[i, j] / (column_total(c, j, hc) + hc_eps)
+
+
+@T.macro
+def finish(c_next, comb, to, hc):
     for i, j in T.Parallel(hc, hc):
         comb[to, i, j] = c_next[i, j]
 

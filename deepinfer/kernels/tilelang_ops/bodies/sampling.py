@@ -2,6 +2,7 @@
 
 import tilelang.language as T
 
+from deepinfer.kernels.tilelang_ops import formats
 from deepinfer.kernels.tilelang_ops.bodies.scan import running_sums
 from deepinfer.kernels.tilelang_ops.bodies.selection import TILE, find_threshold, sort_key, value_at
 
@@ -45,7 +46,7 @@ def find_largest(logits, row, width, largest, token):
             value = value_at(logits, row, part * TILE + j, width)
             best_at[i, j] = T.if_then_else(value > best[i, j], part * TILE + j, best_at[i, j])
             best[i, j] = T.if_then_else(value > best[i, j], value, best[i, j])
-            broken[i, j] = T.if_then_else(value != value, 1, broken[i, j])
+            broken[i, j] = T.if_then_else(formats.is_nan(value), 1, broken[i, j])
     T.reduce_max(best, top, dim=1)
     T.reduce_max(broken, is_broken, dim=1)
     for i, j in T.Parallel(1, TILE):

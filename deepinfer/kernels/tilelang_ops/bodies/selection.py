@@ -21,7 +21,7 @@ def sort_key(x):
     """uint32, ordered like float32 numbers; 0 for -inf and NaN, which are never chosen; both zeros are equal."""
     bits = formats.bits(T.if_then_else(x == 0, 0.0, x))
     key = T.if_then_else((bits >> 31) != T.uint32(0), ~bits, bits | T.uint32(0x80000000))
-    return T.if_then_else(T.And(x == x, x > -T.infinity("float32")), key, T.uint32(0))
+    return T.if_then_else(T.Or(formats.is_nan(x), x == -T.infinity("float32")), T.uint32(0), key)
 
 
 def find_threshold(x, row, width, k, counts, scratch, state, key):
