@@ -12,6 +12,7 @@ from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.vocabulary import Vocabulary
 
 BACKENDS = ("llguidance", "xgrammar")
+TOO_COMPLEX = "so_args.schema is too complex"
 
 
 class Automaton(Protocol):
