@@ -17,6 +17,7 @@ from deepinfer.params import SamplingParams
 class _Waiting:
     prompt_token_ids: list[int]
     params: SamplingParams
+    grammar: Future[Any]
     enter: Callable[[], None]
 
 
@@ -40,7 +41,7 @@ class Compiling:
         enter: Callable[[], None],
     ) -> None:
         """`enter` will be called by `enter_done`, when the grammar is there or has failed."""
-        waiting = self._waiting[request_id] = _Waiting(prompt_token_ids, params, enter)
+        waiting = self._waiting[request_id] = _Waiting(prompt_token_ids, params, grammar, enter)
 
         def done(_: Future[Any]) -> None:
             self._done.append((request_id, waiting))
@@ -60,5 +61,6 @@ class Compiling:
         waiting = self._waiting.pop(request_id, None)
         if waiting is None:
             return None
+        waiting.grammar.cancel()  # it is the request's own: others may wait for the same
         outputs = [CompletionOutput(index, finish_reason="abort") for index in range(waiting.params.n)]
         return RequestOutput(request_id, waiting.prompt_token_ids, outputs, True, RequestMetrics(time.monotonic()))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from deepinfer.structured.backend import Backend, Result, make_backend
@@ -15,15 +18,27 @@ from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.faults import placed
 from deepinfer.structured.matcher import Grammar
 from deepinfer.structured.priority import join_politely
-from deepinfer.structured.sandbox import Sandbox
+from deepinfer.structured.sandbox import Sandbox, SandboxError, TooSlowError
 from deepinfer.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
-THREADS = 2
 CACHED_GRAMMARS = 256
 CACHED_BYTES = 16 * 1024 * 1024  # of schemas; what a library makes of them is some hundred times as much at most
 MAX_WAITING = 16_384
+FIRST_SECONDS = 0.25  # that a first attempt may take
+REFUSED_SECONDS = 300.0  # that a schema which was refused after a slow attempt stays refused
 _Key = tuple[str, str]
+
+
+@dataclass(eq=False)
+class _Job:
+    """A grammar that is to be compiled, with all who wait for it; later the grammar, or why there is none."""
+
+    key: _Key
+    constraint: Constraint
+    waiters: dict[Future[Grammar], Constraint] = field(default_factory=dict)
+    outcome: Grammar | BaseException | None = None
+    forget_at: float = math.inf  # of time.monotonic
 
 
 class GrammarCompiler:
@@ -35,7 +50,8 @@ class GrammarCompiler:
         sandbox: what `protect` makes compile every constraint first.
 
     A sandbox also writes the grammar: nothing of that holds the GIL here. What a grammar library then does, without the
-    GIL, runs on a thread that gets what the others leave.
+    GIL, runs on a thread that gets what the others leave. What is not written in a short time is written by another
+    worker, behind all others that were as slow.
     """
 
     def __init__(
@@ -48,11 +64,19 @@ class GrammarCompiler:
         self._is_protected = False
         self._vocabulary: Vocabulary | None = None
         self._backend: Backend | None = None
-        self._lock = threading.Lock()
         self._loading = threading.Lock()
-        self._cache: OrderedDict[_Key, Future[Grammar]] = OrderedDict()
+        self._lock = threading.Lock()  # of all that follows, and of every _Job
+        self._cache: OrderedDict[_Key, _Job] = OrderedDict()
+        self._new: dict[_Job, None] = {}  # in the order of their arrival
+        self._slow: dict[_Job, None] = {}
         self._num_waiting = 0
-        self._pool = ThreadPoolExecutor(THREADS, "deepinfer-grammar")
+        self._first_worker = ThreadPoolExecutor(1, "deepinfer-grammar")
+        self._slow_worker = ThreadPoolExecutor(1, "deepinfer-slow-grammar")
+
+    @property
+    def num_waiting(self) -> int:
+        """Grammars that are being compiled, or wait for it."""
+        return self._num_waiting
 
     def protect(self) -> None:
         """From here on, strangers write the schemas."""
@@ -61,25 +85,98 @@ class GrammarCompiler:
     def compile(self, so_args: Mapping[str, Any]) -> Future[Grammar]:
         """The grammar, once it is there; the future raises ValueError naming the field if there is none.
 
+        The future is the caller's own: cancelled, it waits no more, and what nobody waits for is not begun.
         Raises ValueError at once for malformed so_args, or if too many grammars wait to be compiled.
         """
         constraint = Constraint.from_so_args(so_args)
         body = replace(constraint, trigger_token_ids=(), bound_token_id=None)
         key = (body.schema_type, body.schema)
+        waiter: Future[Grammar] = Future()
         with self._lock:
-            future = self._cache.get(key)
-            if future is None:
+            job = self._cache.get(key)
+            if job is None or job.forget_at < time.monotonic():
                 if self._num_waiting >= MAX_WAITING:
                     raise ValueError("so_args: too many grammars wait to be compiled, ask again later")
+                self._first_worker.submit(self._try_newest)
+                job = self._cache[key] = _Job(key, body)
+                self._new[job] = None
                 self._num_waiting += 1
-                future = self._cache[key] = self._pool.submit(self._build, body)
-                future.add_done_callback(lambda done: self._forget_failure(key, done))
                 self._drop_old()
             self._cache.move_to_end(key)
-        return future if body == constraint else _mapped(future, constraint)
+            outcome = job.outcome
+            if outcome is None:
+                job.waiters[waiter] = constraint
+        if outcome is None:
+            waiter.add_done_callback(partial(self._leave, job))
+        else:
+            _answer(waiter, constraint, outcome)
+        return waiter
 
-    def _build(self, constraint: Constraint) -> Grammar:
-        written = self._sandbox.write(constraint) if self._is_protected and self._sandbox is not None else None
+    def _leave(self, job: _Job, waiter: Future[Grammar]) -> None:
+        """A waiter is done. What has begun goes on though nobody waits for it: it is kept for whoever asks next."""
+        with self._lock:
+            job.waiters.pop(waiter, None)
+            if not job.waiters and (job in self._new or job in self._slow):
+                self._end(job, None)
+
+    def _try_newest(self) -> None:
+        """The newest first, in little time: so a usual grammar is there soon, however many slow ones wait."""
+        with self._lock:
+            if not self._new:
+                return  # nobody waits any more
+            job, _ = self._new.popitem()
+        try:
+            try:
+                self._finish(job, self._build(job.constraint, FIRST_SECONDS))
+            except TooSlowError:
+                self._put_back(job)
+        except BaseException as error:
+            self._finish(job, error)
+
+    def _put_back(self, job: _Job) -> None:
+        with self._lock:
+            if job.waiters:
+                self._slow_worker.submit(self._try_slow)
+                self._slow[job] = None
+            else:
+                self._end(job, None)
+
+    def _try_slow(self) -> None:
+        """The oldest first, from its beginning. That it is refused is remembered: asking again costs nothing."""
+        with self._lock:
+            if not self._slow:
+                return
+            job = next(iter(self._slow))
+            del self._slow[job]
+        try:
+            self._finish(job, self._build(job.constraint, math.inf))
+        except SandboxError as error:
+            self._finish(job, error)
+        except ValueError as error:
+            self._finish(job, error.with_traceback(None), time.monotonic() + REFUSED_SECONDS)
+        except BaseException as error:
+            self._finish(job, error)
+
+    def _finish(self, job: _Job, outcome: Grammar | BaseException, forget_at: float = 0.0) -> None:
+        with self._lock:
+            waiters = job.waiters.copy()
+            self._end(job, outcome, math.inf if isinstance(outcome, Grammar) else forget_at)
+        for waiter, constraint in waiters.items():
+            _answer(waiter, constraint, outcome)
+
+    def _end(self, job: _Job, outcome: Grammar | BaseException | None, forget_at: float = 0.0) -> None:
+        """Under the lock."""
+        job.outcome, job.forget_at = outcome, forget_at
+        job.waiters.clear()
+        self._num_waiting -= 1
+        self._new.pop(job, None)
+        self._slow.pop(job, None)
+        if not forget_at and self._cache.get(job.key) is job:
+            del self._cache[job.key]
+
+    def _build(self, constraint: Constraint, seconds: float) -> Grammar:
+        """Raises TooSlowError if a sandbox needs more time than `seconds`."""
+        written = self._sandbox.write(constraint, seconds) if self._is_protected and self._sandbox is not None else None
         with self._loading:
             if self._backend is None:
                 self._vocabulary = self._load_vocabulary()
@@ -94,38 +191,36 @@ class GrammarCompiler:
             raise ValueError(f"so_args.schema could not be compiled: {error}") from None
         return Grammar(constraint, compiled, self._backend, self._vocabulary)
 
-    def _forget_failure(self, key: _Key, done: Future[Grammar]) -> None:
-        """Errors are not kept: they may be of a moment (too slow), and their text is the client's."""
-        with self._lock:
-            self._num_waiting -= 1
-            if (done.cancelled() or done.exception() is not None) and self._cache.get(key) is done:
-                del self._cache[key]
-
     def _drop_old(self) -> None:
         size = sum(len(schema) for _, schema in self._cache)
         for key in list(self._cache):
             if len(self._cache) <= CACHED_GRAMMARS and size <= CACHED_BYTES:
                 break
-            if self._cache[key].done():
+            if self._cache[key].outcome is not None:
                 del self._cache[key]
                 size -= len(key[1])
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Whoever waits for something that has not begun is cancelled."""
+        with self._lock:
+            left = [waiter for job in (*self._new, *self._slow) for waiter in job.waiters]
+        for waiter in left:
+            waiter.cancel()
+        for worker in (self._first_worker, self._slow_worker):
+            worker.shutdown(wait=False, cancel_futures=True)
 
 
-def _mapped(future: Future[Grammar], constraint: Constraint) -> Future[Grammar]:
-    """The same grammar behind a trigger."""
-    mapped: Future[Grammar] = Future()
-
-    def finish(done: Future[Grammar]) -> None:
-        try:
-            mapped.set_result(done.result().behind(constraint))
-        except BaseException as error:
-            mapped.set_exception(error)
-
-    future.add_done_callback(finish)
-    return mapped
+def _answer(waiter: Future[Grammar], constraint: Constraint, outcome: Grammar | BaseException) -> None:
+    if not waiter.set_running_or_notify_cancel():
+        return  # cancelled meanwhile
+    try:
+        if isinstance(outcome, ValueError):
+            raise ValueError(str(outcome))  # each its own: raising one adds to its traceback
+        if isinstance(outcome, BaseException):
+            raise outcome
+        waiter.set_result(outcome if outcome.constraint == constraint else outcome.behind(constraint))
+    except BaseException as error:
+        waiter.set_exception(error)
 
 
 def run_aside(function: Callable[[], Result]) -> Result:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,31 +33,45 @@ START_SECONDS = 120.0
 CPU_SECONDS = 1.0  # that compiling may take
 MASK_SECONDS = 0.05  # of CPU that the mask of a step may take
 TRIED_STEPS = 16
-Answer = tuple[str | None, str | None]  # what is wrong, or the grammar
+Answer = tuple[str | None, str | None]  # what is wrong, or the grammar; neither if it takes too long
+
+
+class TooSlowError(ValueError):
+    """A constraint was not compiled in the time that it was given."""
+
+
+class SandboxError(ValueError):
+    """Nothing is known of the constraint: the process that was to compile it is gone."""
 
 
 class Sandbox:
     """Any thread may use it; each has a process of its own, from its first use on."""
 
     def __init__(self, path: Path, size: int, eos_token_ids: tuple[int, ...], backend: str, seconds: float) -> None:
-        self._arguments = [str(path), str(size), ",".join(map(str, eos_token_ids)), backend, str(seconds)]
+        self._arguments = [str(path), str(size), ",".join(map(str, eos_token_ids)), backend]
         self._seconds = seconds
         self._local = threading.local()
 
-    def write(self, constraint: Constraint) -> str:
-        """`Backend.write`. Raises ValueError naming the field if it cannot be compiled within the limits, either."""
+    def write(self, constraint: Constraint, seconds: float = math.inf) -> str:
+        """`Backend.write`. Raises ValueError naming the field if it cannot be compiled within the limits, either.
+
+        TooSlowError after `seconds`, or the limit of time if that is less; SandboxError, which is of the moment.
+        """
+        seconds = min(seconds, self._seconds)
         process = self._process()
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps(constraint.so_args()).encode() + b"\n")
+            process.stdin.write(json.dumps([seconds, constraint.so_args()]).encode() + b"\n")
             process.stdin.flush()
-            answer = _read_line(process, self._seconds + START_SECONDS)
+            answer = _read_line(process, seconds + START_SECONDS)
         except (OSError, EOFError):  # a TimeoutError, too
             self._end(process)
-            raise ValueError("so_args.schema could not be compiled: the process that does it is gone") from None
+            raise SandboxError("so_args.schema could not be compiled: the process that does it is gone") from None
         error, grammar = json.loads(answer)
         if error is not None:
             raise ValueError(error)
+        if grammar is None:
+            raise TooSlowError(f"so_args.schema is too complex: it was not compiled within {seconds:g} s")
         return grammar
 
     def _process(self) -> subprocess.Popen[bytes]:
@@ -68,7 +83,7 @@ class Sandbox:
                 _read_line(process, START_SECONDS)
             except (EOFError, TimeoutError):
                 self._end(process)
-                raise ValueError("so_args: the process that compiles grammars does not start") from None
+                raise SandboxError("so_args: the process that compiles grammars does not start") from None
             self._local.process = process
         return process
 
@@ -98,7 +113,7 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     return b"".join(parts)
 
 
-def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: str) -> None:
+def main(path: str, size: str, eos_token_ids: str, backend_name: str) -> None:
     from deepinfer.structured.backend import make_backend
     from deepinfer.structured.faults import placed
     from deepinfer.structured.loading import load_vocabulary
@@ -129,16 +144,17 @@ def main(path: str, size: str, eos_token_ids: str, backend_name: str, seconds: s
                 break
         return grammar
 
-    def judge(line: bytes) -> Answer:
+    def judge(so_args: dict[str, Any]) -> Answer:
         try:
-            return None, check(Constraint.from_so_args(json.loads(line)))
+            return None, check(Constraint.from_so_args(so_args))
         except BaseException as fault:  # a library's panic is no Exception
             is_known = isinstance(fault, ValueError)
             return (str(fault) if is_known else f"so_args.schema could not be compiled: {fault}"), None
 
     print("null", file=answers, flush=True)  # ready
     for line in sys.stdin.buffer:
-        answer = in_child(partial(judge, line), float(seconds))
+        seconds, so_args = json.loads(line)
+        answer = in_child(partial(judge, so_args), seconds)
         try:
             print(json.dumps(answer), file=answers, flush=True)
         except BrokenPipeError:  # the engine has ended meanwhile
@@ -166,7 +182,7 @@ def in_child(judge: Callable[[], Answer], seconds: float) -> Answer:
     try:
         if not wait_eagerly(has_answer, pid) and not has_answer(seconds):
             os.kill(pid, signal.SIGKILL)
-            return f"so_args.schema is too complex: it was not compiled within {seconds:g} s", None
+            return None, None
         with os.fdopen(os.dup(read_end)) as pipe:
             answer = pipe.read()
         if not answer:

@@ -23,6 +23,8 @@ from deepinfer.engine.compiling import Compiling
 from deepinfer.engine.loading import load_engine
 from deepinfer.structured import compiler as compiler_module
 from deepinfer.structured.compiler import GrammarCompiler
+from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.llguidance_backend import LLGuidanceBackend
 from deepinfer.structured.priority import NICENESS, join_politely
 from deepinfer.structured.sandbox import Sandbox
 from tests.structured.grammars import EOS, NANO, VOCAB_SIZE, allowed, tokenizer, vocabulary
@@ -134,11 +136,11 @@ def test_a_fork_ends_though_nobody_is_left_to_kill_it() -> None:
 
 def test_an_answer_of_the_sandbox_that_nobody_waits_for_is_no_fault() -> None:
     command = [sys.executable, "-m", "deepinfer.structured.sandbox", str(NANO), str(VOCAB_SIZE), str(EOS)]
-    command += ["llguidance", "1.0"]
+    command += ["llguidance"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin and process.stdout and process.stderr and process.stdout.readline() == b"null\n"
     patterns = [{"type": "string", "pattern": f"[a-z]*{letter}[a-z]*"} for letter in "abcdefghijklmnopqrstuvwxyz"]
-    process.stdin.write(json.dumps({"schema_type": "json", "schema": {"allOf": patterns}}).encode() + b"\n")
+    process.stdin.write(json.dumps([1.0, {"schema_type": "json", "schema": {"allOf": patterns}}]).encode() + b"\n")
     process.stdin.close()
     process.stdout.close()
     assert process.wait(timeout=60) == 0 and b"Traceback" not in process.stderr.read()
@@ -156,6 +158,85 @@ def test_the_sandbox_kills_what_takes_too_long() -> None:
     guarded.close()
 
 
+SLOW = '{{"anyOf": [{{"type": "string", "maxLength": {}}}, {{"type": "integer", "multipleOf": 2000003}}]}}'
+
+
+def slow_schema(number: int) -> dict[str, str]:
+    return {"schema_type": "json", "schema": SLOW.format(number)}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Any:
+    made = GrammarCompiler(vocabulary, sandbox=Sandbox(NANO, VOCAB_SIZE, (EOS,), "llguidance", 2.0))
+    made.protect()
+    assert made.compile(REGEX).result(60)
+    yield made
+    made.close()
+
+
+def test_a_usual_schema_passes_slow_ones_and_nobody_compiles_for_those_who_left(guarded: GrammarCompiler) -> None:
+    waiting = [guarded.compile(slow_schema(number)) for number in range(3, 15)]
+    time.sleep(0.5)
+    start = time.monotonic()
+    assert guarded.compile({"schema_type": "regex", "schema": "new"}).result(60)
+    assert time.monotonic() - start < 1.0 and not any(future.done() for future in waiting)
+    assert guarded.num_waiting == len(waiting)
+    start = time.monotonic()
+    assert all(future.cancel() for future in waiting)
+    while guarded.num_waiting:
+        time.sleep(0.01)
+        assert time.monotonic() - start < 10  # those that had begun; all of them take longer
+    assert guarded.compile({"schema_type": "regex", "schema": "newer"}).result(60)
+
+
+def test_that_a_schema_was_too_slow_is_remembered_for_a_while(
+    guarded: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "REFUSED_SECONDS", 2.0)
+    schema = slow_schema(2)
+    with pytest.raises(ValueError, match="^so_args.schema is too complex"):
+        guarded.compile(schema).result(60)
+    refused = guarded.compile(schema)
+    assert refused.done() and "too complex" in str(refused.exception()) and guarded.num_waiting == 0
+    time.sleep(2.1)
+    again = guarded.compile(schema)
+    assert not again.done() and guarded.num_waiting == 1
+    again.cancel()
+
+
+def test_one_who_leaves_takes_nothing_from_others(guarded: GrammarCompiler) -> None:
+    blocker = guarded.compile(slow_schema(1))  # so that what follows has not begun
+    so_args = {"schema_type": "regex", "schema": "shared"}
+    first, second = guarded.compile(so_args), guarded.compile(so_args)
+    triggered = guarded.compile(so_args | {"trigger_token_ids": [7]})
+    assert first.cancel() and triggered.cancel()
+    assert second.result(60).constraint.schema == "shared"
+    blocker.cancel()
+
+
+def test_what_nobody_waits_for_is_not_begun(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, built = threading.Event(), []
+
+    class Recording(LLGuidanceBackend):
+        def write(self, constraint: Constraint) -> str:
+            go.wait(20)
+            built.append(constraint.schema)
+            return super().write(constraint)
+
+    monkeypatch.setattr(compiler_module, "make_backend", lambda _, words: Recording(words))
+    schemas = [{"schema_type": "regex", "schema": text} for text in "abcd"]
+    first = grammars.compile(schemas[0])
+    while grammars._new:  # until it has begun
+        time.sleep(0.01)
+    others = [grammars.compile(schema) for schema in schemas[1:]]
+    assert first.cancel() and others[0].cancel() and others[2].cancel() and grammars.num_waiting == 2
+    go.set()
+    assert others[1].result(20) and built == ["a", "c"] and grammars.num_waiting == 0
+    assert grammars.compile(schemas[0]).result(20) and built == ["a", "c"]  # what had begun is kept
+    last = grammars.compile(schemas[1]).result(20)
+    assert last and built == ["a", "c", "b"] and set(grammars._cache) == {("regex", text) for text in "abc"}
+
+
 class SlowCompiler:
     """A compiler whose grammars are ready when the test says so."""
 
@@ -167,6 +248,8 @@ class SlowCompiler:
 
         def work() -> None:
             self.go.wait(30)
+            if not slow.set_running_or_notify_cancel():
+                return
             try:
                 slow.set_result(self.real.compile(so_args).result(30))
             except ValueError as error:
@@ -263,6 +346,7 @@ def test_a_grammar_that_comes_too_late_lets_nobody_else_in() -> None:
     compiling = Compiling(lambda: None)
     first: Future[Any] = Future()
     second: Future[Any] = Future()
+    first.set_running_or_notify_cancel()  # too late to be cancelled
     compiling.add("same", [1], SamplingParams(n=2), first, lambda: entered.append(1))
     aborted = compiling.abort("same")
     assert aborted is not None and [c.finish_reason for c in aborted.outputs] == ["abort", "abort"]
