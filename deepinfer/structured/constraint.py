@@ -77,10 +77,13 @@ def _schema_text(kind: SchemaType, schema: Any) -> str:
         if schema not in (None, "", {}):
             raise ValueError('so_args.schema must be absent with schema_type json_object; use "json" for a schema')
         return ""
-    if kind in ("json", "structural_tag") and isinstance(schema, Mapping | bool):
-        schema = json.dumps(schema, ensure_ascii=False)
-    elif kind == "choice" and isinstance(schema, Sequence) and not isinstance(schema, str | bytes):
-        schema = json.dumps(list(schema), ensure_ascii=False)
+    try:
+        if kind in ("json", "structural_tag") and isinstance(schema, Mapping | bool):
+            schema = json.dumps(schema, ensure_ascii=False)
+        elif kind == "choice" and isinstance(schema, Sequence) and not isinstance(schema, str | bytes):
+            schema = json.dumps(list(schema), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"so_args.schema must hold values that JSON has, and not itself: {error}") from None
     if not isinstance(schema, str) or not schema:
         raise ValueError(f"so_args.schema must be a non-empty string with schema_type {kind}, got {shown(schema)}")
     try:
@@ -91,6 +94,27 @@ def _schema_text(kind: SchemaType, schema: Any) -> str:
     if size > most:
         raise ValueError(f"so_args.schema must have at most {most} bytes, got {size}")
     return schema
+
+
+def check_unicode(value: Any, what: str) -> None:
+    """Raise ValueError naming the JSON pointer of a string with a lone surrogate, which escapes can hide in JSON."""
+    waiting = [(value, "#")]
+    while waiting:
+        node, at = waiting.pop()
+        if isinstance(node, str) and not is_unicode(node):
+            raise ValueError(f"{what} must be Unicode, {at} holds a lone surrogate")
+        if isinstance(node, list):
+            waiting += [(entry, f"{at}/{number}") for number, entry in enumerate(node)]
+        elif isinstance(node, dict):
+            for key, entry in node.items():
+                if not is_unicode(key):
+                    raise ValueError(f"{what} must be Unicode, a name in {at} holds a lone surrogate: {shown(key)}")
+                waiting.append((entry, f"{at}/{key.replace('~', '~0').replace('/', '~1')}"))
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it holds no lone surrogate."""
+    return not any("\ud800" <= char <= "\udfff" for char in text) if not text.isascii() else True
 
 
 def _token_ids(values: Any) -> tuple[int, ...]:

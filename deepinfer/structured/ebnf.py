@@ -14,6 +14,7 @@ from deepinfer.errors import shown
 from deepinfer.structured.endless import ENDS, All, Ending, Some, endless
 
 MAX_DEPTH = 64  # of groups within groups
+MAX_LARK_DEPTH = 16
 MAX_REPEAT = 100_000
 _SPACE = re.compile(r"(?:\s|\#[^\n]*+)*+")
 _TOKEN = re.compile(
@@ -69,8 +70,7 @@ def ebnf_to_lark(text: str) -> str:
         raise ValueError(f"so_args.schema: {message}")
     recursive = set(endless({name: All(tuple(_references(node))) for name, node in rules.items()}))
     names = {name: f"{'r' if name in recursive else 'T'}{number}" for number, name in enumerate(rules)}
-    lines = [f"{names[name]}: {_lark(node, names)}" for name, node in rules.items()]
-    return "\n".join(["%llguidance {}", f"start: {names['root']}", *lines]) + "\n"
+    return "\n".join(["%llguidance {}", f"start: {names['root']}", *_Writer(names).lines(rules)]) + "\n"
 
 
 class _Parser:
@@ -114,8 +114,9 @@ class _Parser:
                 options.append(Sequence(tuple(parts)))
                 parts = []
             elif token["repeat"]:
-                if not parts:
-                    raise self._error(f"{token['repeat']} repeats nothing")
+                if not parts or isinstance(parts[-1], Repeat):
+                    what = "a repetition, which needs a group around it" if parts else "nothing"
+                    raise self._error(f"{shown(token['repeat'])} repeats {what}")
                 parts[-1] = Repeat(parts[-1], *self._counts(token["repeat"]))
             elif token["mark"] == "(":
                 parts.append(self._choice(depth - 1, used))
@@ -133,6 +134,8 @@ class _Parser:
         if repeat in "*+?":
             return int(repeat == "+"), 1 if repeat == "?" else None
         low, *high = repeat[1:-1].split(",")
+        if max(len(number.strip()) for number in (low, *high)) > 9:
+            raise self._error(f"{shown(repeat)} must have at most {MAX_REPEAT} repetitions")
         most = int(low) if not high else int(high[0]) if high[0].strip() else None
         if int(low) > MAX_REPEAT or most is not None and not int(low) <= most <= MAX_REPEAT:
             raise self._error(f"{repeat} must have at most {MAX_REPEAT} repetitions, and not fewer than at least")
@@ -205,14 +208,43 @@ def _references(node: Node) -> list[str]:
     return [rule for each in nodes for rule in _references(each)]
 
 
-def _lark(node: Node, names: dict[str, str]) -> str:
-    if isinstance(node, Lexeme):
-        return node.lark
-    if isinstance(node, Reference):
-        return names[node.rule]
-    if isinstance(node, Choice):
-        return "(" + " | ".join(_lark(each, names) for each in node.nodes) + ")"
-    if isinstance(node, Sequence):
-        return "(" + " ".join(_lark(each, names) for each in node.nodes) + ")" if node.nodes else '""'
-    high = "" if node.high is None else node.high
-    return f"({_lark(node.node, names)}){{{node.low},{high}}}"
+class _Writer:
+    """Writes rules in the words of Lark, whose groups may be nested less deeply: those further in become rules."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self._names = names
+        self._waiting: list[tuple[str, Node]] = []
+        self._num_names = len(names)
+
+    def lines(self, rules: dict[str, Node]) -> list[str]:
+        self._waiting = [(self._names[name], node) for name, node in rules.items()]
+        lines = []
+        while self._waiting:
+            name, node = self._waiting.pop()
+            lines.append(f"{name}: {self._text(node, name[0], MAX_LARK_DEPTH)}")
+        return lines
+
+    def _text(self, node: Node, kind: str, depth: int) -> str:
+        """`kind`: the first letter of the names of rules or of lexemes."""
+        if isinstance(node, Lexeme):
+            return node.lark
+        if isinstance(node, Reference):
+            return self._names[node.rule]
+        if isinstance(node, Choice):
+            return " | ".join(self._part(each, kind, depth) for each in node.nodes)
+        if isinstance(node, Sequence):
+            return " ".join(self._part(each, kind, depth) for each in node.nodes) or '""'
+        if node.high == 0:  # Lark has no such repetition
+            return '""'
+        return f"({self._text(node.node, kind, depth - 1)}){{{node.low},{'' if node.high is None else node.high}}}"
+
+    def _part(self, node: Node, kind: str, depth: int) -> str:
+        while isinstance(node, Sequence) and len(node.nodes) == 1:
+            node = node.nodes[0]
+        if depth <= 0 and not isinstance(node, Lexeme | Reference):
+            self._num_names += 1
+            name = f"{kind}{self._num_names}"
+            self._waiting.append((name, node))
+            return name
+        is_group = isinstance(node, Choice) or isinstance(node, Sequence) and bool(node.nodes)
+        return f"({self._text(node, kind, depth - 1)})" if is_group else self._text(node, kind, depth)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 from urllib.parse import quote, unquote
 
 from deepinfer.errors import shown
+from deepinfer.structured.constraint import check_unicode
 from deepinfer.structured.endless import ENDS, All, Ending, Some, endless, names_in
 from deepinfer.structured.regex import portable_pattern
 
@@ -40,6 +42,7 @@ _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 MAX_INTEGER = 10**18
 MAX_NUMBER = 10**15
 NUMBER_STEP = 1e-9
+MAX_EXACT = 2**53 - 1  # grammars compute with float64
 
 
 def read_schema(text: str) -> Any:
@@ -50,6 +53,7 @@ def read_schema(text: str) -> Any:
         raise ValueError("so_args.schema is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"so_args.schema must be a JSON Schema, it is not JSON: {error}") from None
+    check_unicode(schema, "so_args.schema")
     check_schema(schema)
     return schema
 
@@ -95,6 +99,7 @@ def check_schema(schema: Any, path: str = "#") -> None:
                 _check_value(key, value, at)
                 if key == "$ref":
                     references.append((value, at))
+        _check_num_properties(node, where)
     for reference, at in references:  # elsewhere, say in an enum, nobody would have looked at the keywords
         if unquote(reference) not in places:
             raise ValueError(f"so_args.schema: {at} must lead to a schema in this one, got {shown(reference)}")
@@ -102,6 +107,18 @@ def check_schema(schema: Any, path: str = "#") -> None:
     if never_ending:
         where = path + never_ending[0][1:]
         raise ValueError(f"so_args.schema: no finite value satisfies {where}: what it needs always needs itself")
+
+
+def _check_num_properties(schema: dict[str, Any], at: str) -> None:
+    """A key that is not declared may come again, and then the object has fewer members than were written."""
+    names = schema.get("type", "object")
+    is_open = schema.get("additionalProperties") is not False or any(
+        entry is not False for entry in schema.get("patternProperties", {}).values()
+    )
+    sure = len(set(schema.get("required", ()))) + 1  # the first key that is not required is not there yet, either
+    if "object" in names and is_open and schema.get("minProperties", 0) > sure:
+        message = f"at most {sure} here: only required properties and one more are sure to differ"
+        raise ValueError(f"so_args.schema: {at}/minProperties must be {message}, got {shown(schema['minProperties'])}")
 
 
 def _ending(schema: Any, at: str) -> Ending:
@@ -181,6 +198,8 @@ def _check_value(key: str, value: Any, at: str) -> None:
     def must(allowed: str) -> ValueError:
         return ValueError(f"so_args.schema: {at} must be {allowed}, got {shown(value)}")
 
+    if key in ("const", "enum"):
+        _check_numbers(value, at)
     if key == "type":
         names = value if isinstance(value, list) else [value]
         if not names or any(name not in _TYPES for name in names):
@@ -206,8 +225,33 @@ def _check_value(key: str, value: Any, at: str) -> None:
             raise must("an integer >= 0")
     elif key != "const" and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise must("a number")
-    elif key == "multipleOf" and value <= 0:
-        raise must("a number > 0")
+    elif key != "const":
+        _check_numbers(value, at)
+        if key == "multipleOf" and value <= 0:
+            raise must("a number > 0")
+
+
+def _check_numbers(value: Any, at: str) -> None:
+    """Refuse numbers, within lists and objects, too, of which float64 arithmetic on their digits makes others."""
+    waiting = [(value, at)]
+    while waiting:
+        node, where = waiting.pop()
+        if isinstance(node, dict):
+            waiting += [(entry, f"{where}/{_escape(name)}") for name, entry in node.items()]
+        elif isinstance(node, list):
+            waiting += [(entry, f"{where}/{number}") for number, entry in enumerate(node)]
+        elif isinstance(node, int | float) and not _is_exact(node):
+            allowed = f"between -{MAX_EXACT} and {MAX_EXACT}, with at most 15 digits and 22 places if it is no integer"
+            raise ValueError(f"so_args.schema: {where} must be {allowed}, got {shown(node)}")
+
+
+def _is_exact(number: float) -> bool:
+    if not abs(number) <= MAX_EXACT:  # NaN, too
+        return False
+    if isinstance(number, int) or number.is_integer():
+        return True
+    _, digits, exponent = Decimal(repr(number)).as_tuple()
+    return int("".join(map(str, digits))) <= MAX_EXACT and isinstance(exponent, int) and exponent >= -22
 
 
 def _is_count(key: str) -> bool:

@@ -7,10 +7,11 @@ a fixed text is one lexeme with it, because lexemes take as much as they can.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from typing import Any
 
-from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.constraint import Constraint, check_unicode
 from deepinfer.structured.ebnf import ebnf_to_lark
 from deepinfer.structured.json_schema import bounded, read_schema
 from deepinfer.structured.regex import portable_pattern, without_anchors
@@ -19,7 +20,9 @@ from deepinfer.structured.structural_tag import read_structural_tag
 # Whitespace between JSON tokens is fixed, so that it cannot go on for ever; these are the separators of the prompt.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = {"type": "object"}
+MAX_CHOICES = 16_384
 _ANY_TEXT = "/(?s:.*)/"
+_CONTROL = re.compile(r"[^\n\r\t\x20-\x7e\xa0-\U0010ffff]")  # what strings of Lark cannot hold
 
 
 def to_lark(constraint: Constraint, eos_token_ids: Collection[int] = ()) -> str:
@@ -42,12 +45,17 @@ _HEAD = "%llguidance {}\n"
 
 
 def read_choices(text: str) -> list[str]:
+    """Each choice once. Raises ValueError."""
     try:
         choices = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"so_args.schema must be a JSON list of strings with schema_type choice: {error}") from None
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise ValueError("so_args.schema must be a JSON list of non-empty strings with schema_type choice")
+    check_unicode(choices, "so_args.schema")
+    choices = list(dict.fromkeys(choices))
+    if len(choices) > MAX_CHOICES:
+        raise ValueError(f"so_args.schema must have at most {MAX_CHOICES} choices, got {len(choices)}")
     return choices
 
 
@@ -56,7 +64,7 @@ def _json(schema: Any) -> str:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else '""'
+    return f"/{_quoted(text)}/" if _CONTROL.search(text) else json.dumps(text, ensure_ascii=False)
 
 
 def _regex(pattern: str) -> str:
@@ -99,6 +107,8 @@ class _TagGrammar:
             return self._rule(self._sequence([begin, node["content"], end]))
         if kind == "triggered_tags":
             return self._triggered(node)
+        if kind == "repeat" and node["max"] == 0:
+            return _literal("")
         content = self._rule(self._part(node["content"]))
         if kind == "repeat":
             return self._rule(f"{content}{{{node['min']},{node['max']}}}")

@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from deepinfer.structured.backend import Automaton, GrammarError, Run, at_once
+from deepinfer.structured.backend import TOO_COMPLEX, Automaton, GrammarError, Run, at_once
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.lark import to_lark
 from deepinfer.structured.vocabulary import Vocabulary
@@ -48,11 +48,15 @@ class LLGuidanceBackend:
             raise ValueError(f"so_args.schema: {_reason(matcher)}")
         try:
             row = np.zeros(self._num_words, np.int32)
-            LLGuidanceAutomaton(matcher.deep_copy()).fill_mask(row)
+            automaton = LLGuidanceAutomaton(matcher.deep_copy())
+            automaton.fill_mask(row)
         except GrammarError as error:
             raise ValueError(f"so_args.schema: {error}") from None
         if not row.any():
             raise ValueError("so_args.schema: no output satisfies it")
+        token_id = int(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[-1])
+        if token_id not in self._eos_token_ids and not automaton.accept((token_id,)):
+            raise ValueError(TOO_COMPLEX)  # of its limits, accepting alone knows some
         return LLGuidanceGrammar(matcher)
 
     def accept(self, automata: Sequence[LLGuidanceAutomaton], token_ids: Sequence[Sequence[int]]) -> list[int]:

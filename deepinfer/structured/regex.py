@@ -17,26 +17,61 @@ _WIDE = {
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 
 
+# What dialects do not agree on has no portable meaning.
+_OUTSIDE = {
+    r"\z": "the end of the text", r"\A": "the start of the text", r"\a": "the bell", r"\b{": "a word's half",
+}  # fmt: skip
+_OPERATIONS = ("&&", "--", "~~")
+_PART = re.compile(
+    r"\\[pPxu]\{[^}]*\}|\\b\{|\\.|\{\d*,?\d*\}|\[\^?\]|\[\^|&&|--|~~|\(\?[A-Za-z-]+[:)]|.", flags=re.DOTALL
+)
+
+
 def portable_pattern(pattern: str) -> str:
     r"""The pattern with classes (`\d`, `\W`, `.`) that match only what they match in Python, ECMAScript and Rust.
 
-    Raises ValueError for a quantifier that is possessive in Python, an error in ECMAScript, and two in Rust.
+    Raises ValueError for what means something else in one of them than in another: a quantifier that is possessive in
+    Python, an error in ECMAScript, and two in Rust; nested and POSIX classes, operations on classes, some flags.
     """
     out, table, in_class, last = [], _NARROW, False, ""
     dot = "." if "(?s" in pattern else _DOT  # there, it means every character everywhere
-    for part in re.findall(r"\\[pPx]\{[^}]*\}|\\.|\{\d+,?\d*\}|\[\^|.", pattern, flags=re.DOTALL):
+    for part in _PART.findall(pattern):
         if part == "+" and not in_class and last[:1] in ("*", "+", "?", "{"):
-            raise ValueError(f"so_args.schema: the quantifier {last}+ is not supported in {shown(pattern)}")
+            raise _unsupported(f"the quantifier {last}+", pattern)
+        _check_part(part, in_class, pattern)
         last = part
         if part in table:
             part = table[part] if in_class else f"[{table[part]}]"
         elif part == "." and not in_class:
             part = dot
+        elif part in (r"\<", r"\>"):  # words begin and end there in Rust
+            part = part[1]
         elif part in ("[", "[^", "]"):
             in_class = part != "]"
             table = _WIDE if part == "[^" else _NARROW
         out.append(part)
     return "".join(out)
+
+
+def _check_part(part: str, in_class: bool, pattern: str) -> None:
+    if in_class and part[0] == "[":
+        raise _unsupported(r"a class within a class (a bracket as such is \[)", pattern)
+    if in_class and part in _OPERATIONS:
+        raise _unsupported(f"the operation {part} on classes", pattern)
+    if part in ("[]", "[^]"):
+        raise _unsupported(r"a class that begins with ] (which is \])", pattern)
+    if part in _OUTSIDE:
+        raise _unsupported(f"{part} ({_OUTSIDE[part]})", pattern)
+    if part.startswith(r"\x{"):
+        raise _unsupported(r"\x{...} (which is \u{...})", pattern)
+    if part.startswith("{,") and not in_class:
+        raise _unsupported(f"the quantifier {part} (which is {{0{part[1:]})", pattern)
+    if part.startswith("(?") and not in_class and not set(part[2:-1]) <= set("ims-"):
+        raise _unsupported(f"the flags {part}", pattern)
+
+
+def _unsupported(what: str, pattern: str) -> ValueError:
+    return ValueError(f"so_args.schema: {what} is not supported in {shown(pattern)}")
 
 
 def without_anchors(pattern: str) -> str:

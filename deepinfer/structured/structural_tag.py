@@ -25,6 +25,7 @@ from collections.abc import Collection
 from typing import Any
 
 from deepinfer.errors import shown
+from deepinfer.structured.constraint import check_unicode
 from deepinfer.structured.json_schema import check_schema
 
 MAX_DEPTH = 32
@@ -58,6 +59,7 @@ def read_structural_tag(text: str, eos_token_ids: Collection[int] = ()) -> dict[
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{_WHERE} must be a structural tag, it is not JSON: {error}") from None
+    check_unicode(tag, _WHERE)
     if isinstance(tag, dict) and "structures" in tag and "triggers" in tag:
         tag = {"type": "structural_tag", "format": _newer_form(tag)}
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or not isinstance(tag.get("format"), dict):
