@@ -68,6 +68,21 @@ def test_a_rule_gives_back_what_others_need() -> None:
     assert accepts(grammar('root ::= (word " ")* "end"\nword ::= [a-z]+'), "end end")
 
 
+def test_nothing_may_be_repeated() -> None:
+    assert accepts(grammar('root ::= "a"{0,0} "b"'), "b") and accepts(grammar('root ::= "a"{0}'), "")
+    made = grammar('root ::= x{0} "b" | "c" root\nx ::= "a"')
+    assert accepts(made, "ccb") and not accepts(made, "ab")
+
+
+@pytest.mark.parametrize("depth", [10, 28, 63])
+def test_groups_may_be_nested_as_deeply_as_is_said(depth: int) -> None:
+    made = grammar("root ::= " + depth * '("x" | ' + '"a"' + depth * ")*")
+    assert accepts(made, "aaxa") and accepts(made, "") and not accepts(made, "ab")
+    made = grammar("root ::= " + depth * '("y" ' + '"a" | "b" root' + depth * ")")
+    assert accepts(made, depth * "y" + "a") and not accepts(made, depth * "y")
+    assert accepts(made, "b" + depth * "y" + "a") is (depth == 1) and accepts(made, (depth - 1) * "y" + "ya")
+
+
 @pytest.mark.parametrize(
     ("literal", "text"),
     [(r'"\u00e9\x41\U0001F600"', "éA😀"), (r'"\"\\\n\t"', '"\\\n\t'), (r"[\u4e00-\u9fff]", "日"), (r'"\u00e91"', "é1"),
@@ -93,6 +108,8 @@ def test_characters(literal: str, text: str) -> None:
         ('root ::= * "a"', "repeats nothing"),
         ('root ::= "a"{3,2}', "{3,2} must have"),
         ('root ::= "a"{1,9999999999}', "at most 100000 repetitions"),
+        ('root ::= "a"{' + 5000 * "9" + "}", "at most 100000 repetitions"),
+        ('root ::= "a"*' + 2000 * "*", "'*' repeats a repetition, which needs a group around it"),
         (r'root ::= "\q"', r"the escape \q is not known"),
         (r'root ::= "\ud800"', "is no character"),
         ("root ::= [z-a]", "the range z-a is empty"),

@@ -61,6 +61,38 @@ def test_patterns_mean_what_every_dialect_means() -> None:
     assert without_anchors("^(a|b)$") == "(a|b)" and without_anchors("^[|]$") == "[|]"
 
 
+@pytest.mark.parametrize(
+    ("pattern", "what"),
+    [
+        ("[a[b]]", "a class within a class"), ("[[:alpha:]]", "a class within a class"), ("[]a]", "begins with ]"),
+        ("[a-z&&b]", "operation &&"), ("[+--]", "operation --"), ("[a~~b]", "operation ~~"), ("(?R)a", "flags (?R)"),
+        ("(?U:a*)", "flags (?U:"), ("(?ix)a b", "flags (?ix)"), (r"a\z", r"\z"), (r"\Aa", r"\A"),
+        (r"\x{61}", r"\x{...}"), (r"\b{start}a", r"\b{"), ("a{,3}", "quantifier {,3} (which is {0,3})"),
+    ],
+)  # fmt: skip
+def test_what_means_something_else_in_another_dialect_is_refused(pattern: str, what: str) -> None:
+    with pytest.raises(ValueError, match="^so_args.schema") as caught:
+        compiled({"schema_type": "regex", "schema": pattern})
+    assert what in str(caught.value) and "is not supported" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [(r"[\[a]{2}", "[a"), ("a--b&&c", "a--b&&c"), ("(?i)ab", "aB"), ("(?i:a)b", "Ab"), (r"\x61\u0062", "ab"),
+     (r"\<a\>", "<a>"), ("[a&-]{3}", "&-a"), (r"\\z", "\\z"), ("[(?x)]", "?"), ("(?:a|b)(?P<n>c)", "bc")],
+)  # fmt: skip
+def test_what_means_the_same_everywhere_is_kept(pattern: str, text: str) -> None:
+    assert re.fullmatch(pattern, text) and accepts(compiled({"schema_type": "regex", "schema": pattern}), text)
+
+
+@pytest.mark.parametrize("text", ["\0\x01\x7f", "\x85\x1b\n\b", '\n\r\t"\\/é\xa0\u3000\u2028'])
+def test_fixed_text_may_hold_any_character(text: str) -> None:
+    assert accepts(compiled({"schema_type": "choice", "schema": [text, "b"]}), text)
+    free = {"type": "any_text", "excludes": ["<"]}
+    grammar = compiled(tag({"type": "sequence", "elements": [free, const(text + "<"), const(text)]}))
+    assert accepts(grammar, f"ab{text}<{text}") and not accepts(grammar, f"ab<{text}")
+
+
 NULL = {"type": "json_schema", "json_schema": {"type": "null"}}
 INTEGER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 
@@ -85,6 +117,8 @@ def test_parts_of_structural_tags() -> None:
     )  # fmt: skip
     for text in ("<12>z[null]", "<!7>abbazz[null]"):
         assert accepts(grammar, text)
+    nothing = {"type": "repeat", "content": const("a"), "min": 0, "max": 0}
+    assert accepts(compiled(tag({"type": "sequence", "elements": [nothing, const("b")]})), "b")
     for text in ("<>z[null]", "<1>[null]", "<1>zzz[null]", "<1>bz[null]", "<1>z[1]"):
         assert not accepts(grammar, text)
 

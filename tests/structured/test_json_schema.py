@@ -143,6 +143,17 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"type": ["array", "object"], "required": ["x"], "additionalProperties": {"$ref": "#"},
       "prefixItems": [{"$ref": "#"}], "minItems": 1}, "no finite value satisfies #:", ""),
     ({"type": "string", "minLength": 3, "maxLength": 2}, "", "so_args.schema"),
+    ({"const": 2**53 + 1}, "9007199254740993", "#/const"),
+    ({"enum": ["a", {"a/b": [-(2**53)]}]}, "-9007199254740992", "#/enum/1/a~1b/0"),
+    ({"properties": {"n": {"type": "integer", "maximum": 2**63 - 1}}}, "9223372036854775807", "#/properties/n/maximum"),
+    ({"exclusiveMinimum": -(10**400)}, "an integer of 1329 bits", "#/exclusiveMinimum"),
+    ({"multipleOf": 1e17}, "1e+17", "#/multipleOf"),
+    ({"const": 123456789.123456789}, "123456789.12345679", "#/const"),
+    ({"type": "object", "minProperties": 3, "maxProperties": 3, "patternProperties": {"^x$": {"type": "boolean"}},
+      "additionalProperties": False}, "must be at most 1 here", "#/minProperties"),
+    ({"required": ["a", "a"], "minProperties": 3}, "must be at most 2 here", "#/minProperties"),
+    ({"pattern": "[a-z&&[^b]]"}, "the operation && on classes", ""),
+    ({"patternProperties": {"[[:alpha:]]": {}}}, "a class within a class", "'[[:alpha:]]'"),
     ("", "object or a boolean", "#"),
     ([], "object or a boolean", "#"),
 ]  # fmt: skip
@@ -261,6 +272,40 @@ def test_bounds_change_nothing_else() -> None:
     assert bounded({"type": "number", "minimum": 0, "maximum": 1e-8})["maximum"] == 1e-8
     assert bounded({"enum": [10**30]})["enum"] == [10**30]
     assert accepts(compiled_json({"type": "number", "minimum": 0.25, "maximum": 0.5}), "0.375")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.one_of(
+        st.integers(1 - 2**53, 2**53 - 1),
+        st.builds(
+            lambda digits, places: float(f"{digits}e-{places}"), st.integers(-(10**15), 10**15), st.integers(1, 22)
+        ),
+    )
+)
+def test_numbers_are_written_as_they_are(number: float) -> None:
+    (text,) = {tokenizer().decode(walk(compiled_json({"const": number}), 1) or [])}
+    assert json.loads(text) == number
+    if isinstance(number, int):
+        only = compiled_json({"type": "integer", "minimum": number, "maximum": number})
+        assert tokenizer().decode(walk(only, 1) or []) == str(number)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 3), st.integers(0, 5), st.booleans(), st.integers(0, 10**6))
+def test_objects_have_as_many_members_as_they_must(required: int, least: int, is_open: bool, seed: int) -> None:
+    """A key that comes again counts once."""
+    schema = {
+        "type": "object", "required": list("abc"[:required]), "minProperties": least,
+        "patternProperties": {"^[xy]$": {"type": "null"}}, "additionalProperties": is_open and {"type": "null"},
+    }  # fmt: skip
+    try:
+        grammar = compiled_json(schema)
+    except ValueError as error:
+        assert least > required + 1 or (required and not is_open), error
+        return
+    token_ids = walk(grammar, seed, hurry=0.8)
+    assert token_ids is None or validator(schema).is_valid(json.loads(tokenizer().decode(token_ids)))
 
 
 @pytest.mark.parametrize("name", FORMATS)
