@@ -146,11 +146,12 @@ def test_a_grammar_that_becomes_too_complex_fails_alone(monkeypatch: pytest.Monk
 
     monkeypatch.setitem(llguidance_backend._LIMITS, "max_items_in_row", 60)
     small = llguidance_backend.LLGuidanceBackend(vocabulary())
-    schema = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(40)}})
+    many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(40)}}
+    schema = json.dumps({"type": "array", "prefixItems": [{"type": "string"}, many], "minItems": 2})
     constraint = Constraint("json", schema)
     complex_one = Grammar(constraint, small.build(small.write(constraint)), small, vocabulary()).matcher()
     fine = compiled({"schema_type": "regex", "schema": "a+"}).matcher()
-    assert feed(complex_one, tokenizer().encode_text("{")[:1])
+    assert feed(complex_one, tokenizer().encode_text('["a", {'))
     mask = np.full((2, WORDS), EVERYTHING, np.int32)
     fill_masks([(complex_one, 0, ()), (fine, 1, ())], mask)
     assert complex_one.failed and not mask[0].any()
