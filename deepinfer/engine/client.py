@@ -204,7 +204,7 @@ class EngineClient:
 
     async def compile(self, so_args: Mapping[str, Any]) -> None:
         """Have the grammar of structured output ready. Raises ValueError naming the field, EngineStoppedError."""
-        await self._ask(lambda number: messages.Compile(number, dict(so_args)))
+        await self._ask(lambda number: messages.Compile(number, dict(so_args)), messages.CancelCompile)
 
     async def record_experts(self, command: ExpertCommand) -> ExpertReport:
         """Start, stop or show the record of how many tokens each expert got.  Raises EngineStoppedError."""
@@ -214,11 +214,18 @@ class EngineClient:
         """Make no step and keep what runs, or go on. Returns when no step is in progress. Raises EngineStoppedError."""
         await self._ask(lambda number: messages.Pause(number, pause))
 
-    async def _ask(self, message: Callable[[int], ServerMessage]) -> Any:
-        """The answer of the process to a message that carries a number."""
+    async def _ask(
+        self, message: Callable[[int], ServerMessage], cancel: Callable[[int], ServerMessage] | None = None
+    ) -> Any:
+        """The answer of the process to a message that carries a number; `cancel` says that nobody waits for it."""
         self.attach()
         self._check_running()
-        return await self._questions.ask(lambda number: self._child.send(message(number)))
+
+        def leave(number: int) -> None:
+            if cancel is not None:
+                self._child.send(cancel(number))
+
+        return await self._questions.ask(lambda number: self._child.send(message(number)), leave)
 
     def stats(self) -> EngineStats:
         """As of the latest step."""

@@ -77,7 +77,13 @@ class Pause(_Message, tag=6):
     pause: bool
 
 
-ServerMessage = Start | AddRequest | Abort | RecordExperts | Compile | Pause
+class CancelCompile(_Message, tag=7):
+    """Nobody waits for the Compile of this number any more. Not answered, and neither is that."""
+
+    number: int
+
+
+ServerMessage = Start | AddRequest | Abort | RecordExperts | Compile | Pause | CancelCompile
 
 
 class Ready(_Message, tag=1):

@@ -24,6 +24,7 @@ from deepinfer.engine.compiling import Compiling
 from deepinfer.engine.messages import (
     Abort,
     AddRequest,
+    CancelCompile,
     Compile,
     Compiled,
     Connection,
@@ -127,6 +128,7 @@ class EngineLoop:
         self.compiling = Compiling(self._wake)
         if engine.grammars is not None:
             engine.grammars.protect()
+        self.grammars: dict[int, Future[Any]] = {}  # that the server waits for
         self.compiled: deque[Compiled] = deque()  # answers that are to be sent
 
     def run(self) -> None:
@@ -168,6 +170,9 @@ class EngineLoop:
                 self._add(message)
             elif isinstance(message, Compile):
                 self._compile(message)
+            elif isinstance(message, CancelCompile):
+                if (grammar := self.grammars.get(message.number)) is not None:
+                    grammar.cancel()
             elif isinstance(message, RecordExperts):
                 self.connection.send(
                     record_experts(self.engine.observer.stats.experts, message.command, message.number)
@@ -202,6 +207,9 @@ class EngineLoop:
     def _compile(self, message: Compile) -> None:
         def done(grammar: Future[Any]) -> None:
             """In the thread that compiles: the answer leaves from the engine's."""
+            del self.grammars[message.number]
+            if grammar.cancelled():
+                return
             error = grammar.exception()
             if error is not None and not isinstance(error, ValueError):
                 logger.error("a grammar could not be compiled", exc_info=error)
@@ -209,7 +217,8 @@ class EngineLoop:
             self._wake()
 
         try:
-            self.engine.compile(message.so_args).add_done_callback(done)
+            grammar = self.grammars[message.number] = self.engine.compile(message.so_args)
+            grammar.add_done_callback(done)
         except ValueError as error:
             self.connection.send(Compiled(message.number, str(error)))
 

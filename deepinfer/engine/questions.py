@@ -14,14 +14,20 @@ class Questions:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._next_number = 0
 
-    async def ask(self, send: Callable[[int], None]) -> Any:
-        """Call `send(number)` and wait for the answer to this number. Raises what it is answered with, if an error."""
+    async def ask(self, send: Callable[[int], None], leave: Callable[[int], None] = lambda number: None) -> Any:
+        """Call `send(number)` and wait for the answer to this number. Raises what it is answered with, if an error.
+
+        `leave(number)` is called if whoever asks is cancelled.
+        """
         number = self._next_number
         self._next_number += 1
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             send(number)
             return await answer
+        except asyncio.CancelledError:
+            leave(number)
+            raise
         finally:
             del self._waiting[number]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from deepinfer.server.errors import ApiError, from_validation_error
 from deepinfer.server.sizes import check_sizes, check_structure
@@ -26,6 +27,24 @@ async def beside_loop(request: Request, function: Callable[..., Result], *args: 
     if heavy or request.state.body_bytes > HEAVY_BYTES:
         return await server_state(request).workers.run(function, *args)
     return function(*args)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled as soon as the client is gone: ClientDisconnect.  After `read_json`."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 async def read_json(request: Request) -> dict[str, Any]:

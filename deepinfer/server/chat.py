@@ -72,7 +72,7 @@ async def create_chat_completion(request: Request) -> Response:
     structure = await beside_loop(
         request, conversation_structure, state, prepared.conversation, asked, "response_format", parallel
     )
-    params = await with_structure(state, params, structure)
+    params = await with_structure(request, params, structure)
     conversation = prepared.with_output(stop, body.include_stop_str_in_output, holds_answer(asked))
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)
     streams = start_sequences(state, [prepared.token_ids], params, body.n or 1, answer.open_choice, ticket, "messages")

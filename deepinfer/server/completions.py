@@ -42,7 +42,7 @@ async def create_completion(request: Request) -> Response:
         raise ApiError("echo with logprobs is not supported: prompt tokens have no log-probabilities", param="echo")
     check_room(state, params.max_tokens)
     prompts = await beside_loop(request, encode_prompts, state, body)
-    params = await with_structure(state, params, completion_structure(body, raw))
+    params = await with_structure(request, params, completion_structure(body, raw))
     ticket = ticket.renamed(body.name)
     n = body.n or 1
 

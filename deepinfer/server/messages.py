@@ -52,7 +52,7 @@ async def create_message(request: Request) -> Response:
     structure = await beside_loop(
         request, conversation_structure, state, prepared.conversation, asked, "output_config.format", parallel
     )
-    params = await with_structure(state, params, structure)
+    params = await with_structure(request, params, structure)
     stream = MessagesStream(
         conversation, ticket.answer_id, state.text.name, tokenizer=state.text.tokenizer, new_id=new_call_id
     )

@@ -123,7 +123,7 @@ async def start(
     check_room(state, params.max_tokens)
     prompts = await beside_loop(request, encode_prompts, state, completion)
     asked = completion_structure(completion, {"response_format": completion.response_format})
-    params = await with_structure(state, params, asked)
+    params = await with_structure(request, params, asked)
     n = completion.n or 1
 
     def open_reader() -> TextReader:

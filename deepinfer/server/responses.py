@@ -89,7 +89,7 @@ async def create_response(request: Request) -> Response:
     structure = await beside_loop(
         request, conversation_structure, state, prepared.conversation, asked, "text.format", parallel
     )
-    params = await with_structure(state, params, structure)
+    params = await with_structure(request, params, structure)
     stream = ResponsesStream(
         replace(conversation, echo={**conversation.echo, **settings(body, params)}),
         ticket.answer_id,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fastapi import Request
+
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import ConversationRequest
 from deepinfer.recipe.structure import (
@@ -16,7 +18,9 @@ from deepinfer.recipe.structure import (
     output_format,
     text,
 )
+from deepinfer.server.body import while_connected
 from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.server.state import server_state
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.json_schema import check_schema, read_schema
 from deepinfer.structured.lark import read_choices
@@ -195,10 +199,17 @@ def _whole_grammar(request: ConversationRequest, asked: Structure, think_end: in
     return replace(asked, constraint=replace(asked.constraint, trigger_token_ids=(think_end,)))
 
 
-async def with_structure(state: ServerState, params: SamplingParams, structure: Structure | None) -> SamplingParams:
-    """The parameters with the constraint, whose grammar is ready.  ApiError 400 if there is none for it."""
+async def with_structure(request: Request, params: SamplingParams, structure: Structure | None) -> SamplingParams:
+    """The parameters with the constraint, whose grammar is ready.
+
+    ApiError 400 if there is none for it, ClientDisconnect as soon as nobody waits for it.
+    """
     if structure is None:
         return params
+    return await while_connected(request, _with_grammar(server_state(request), params, structure))
+
+
+async def _with_grammar(state: ServerState, params: SamplingParams, structure: Structure) -> SamplingParams:
     so_args = structure.constraint.so_args()
     try:
         params = replace(params, so_args=so_args)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -309,3 +311,24 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(server: Server) -> N
         server.http.post("/v1/completions", json=body, timeout=0.05)
     server.wait_for("deepinfer:num_requests_running", 0)
     assert server.http.get("/health_generate").status_code == 200
+
+
+def test_slow_schemas_of_clients_who_left_stop_nobody(server: Server) -> None:
+    """Ten of them took 25 s of everybody's time."""
+
+    def ask(schema: Any, seconds: float) -> httpx.Response:
+        body = {"model": "nano", "prompt": "x", "max_tokens": 1, "guided_json": schema}
+        return server.http.post("/v1/completions", json=body, timeout=seconds)
+
+    def leave(number: int) -> None:
+        schema = [{"type": "string", "maxLength": number}, {"type": "integer", "multipleOf": 2000003}]
+        with pytest.raises(httpx.ReadTimeout):
+            ask({"anyOf": schema}, 0.7)
+
+    assert ask({"const": "first"}, 60).status_code == 200
+    with ThreadPoolExecutor(10) as clients:
+        list(clients.map(leave, range(3, 13)))
+    server.wait_for("sglang:num_grammar_queue_reqs", 0, seconds=5)
+    start = time.monotonic()
+    assert ask({"const": "new"}, 60).status_code == 200
+    assert time.monotonic() - start < 2.0
