@@ -114,7 +114,7 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 
 def main(path: str, size: str, eos_token_ids: str, backend_name: str) -> None:
-    from deepinfer.structured.backend import make_backend
+    from deepinfer.structured.backend import TOO_COMPLEX, GrammarError, make_backend
     from deepinfer.structured.faults import placed
     from deepinfer.structured.loading import load_vocabulary
 
@@ -135,13 +135,18 @@ def main(path: str, size: str, eos_token_ids: str, backend_name: str) -> None:
             raise ValueError("so_args.schema is too complex: compiling it takes too long")
         for _ in range(TRIED_STEPS):
             start = time.process_time()
-            automaton.fill_mask(row)
+            try:
+                automaton.fill_mask(row)
+            except GrammarError as error:
+                raise ValueError(f"{TOO_COMPLEX}: {error}") from None
             if time.process_time() - start > MASK_SECONDS:
                 raise ValueError("so_args.schema is too complex: it would slow down every step")
             allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
             token_id = int(allowed[len(allowed) // 2]) if len(allowed) else eos[0]
-            if token_id in eos or not automaton.accept((token_id,)):
+            if token_id in eos:
                 break
+            if not automaton.accept((token_id,)):  # a limit of the library that masks do not notice
+                raise ValueError(TOO_COMPLEX)
         return grammar
 
     def judge(so_args: dict[str, Any]) -> Answer:
