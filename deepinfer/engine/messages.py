@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from deepinfer.errors import encodable
 from deepinfer.observability.expert_record import ExpertRecord
 from deepinfer.observability.stats import WindowStats
 from deepinfer.outputs import (
@@ -236,6 +237,14 @@ def _logprobs_from_wire(completion: Completion) -> list[TokenLogprob] | None:
     ]
 
 
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(entry) for key, entry in value.items()}
+    return [_encodable(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
 Received = TypeVar("Received")
 
 
@@ -258,9 +267,15 @@ class Connection(Generic[Received]):
     def send(self, *messages: ServerMessage | EngineMessage) -> None:
         """Never blocks: what the socket does not take is kept for `flush`. Raises OSError if the other side is gone."""
         for message in messages:
-            payload = self._encoder.encode(message)
+            payload = self._encode(message)
             self._outgoing += _LENGTH.pack(len(payload)) + payload
         self.flush()
+
+    def _encode(self, message: ServerMessage | EngineMessage) -> bytes:
+        try:
+            return self._encoder.encode(message)
+        except UnicodeEncodeError:  # of an error that repeats a client's text, say: rare, and no reason to end
+            return self._encoder.encode(_encodable(msgspec.to_builtins(message)))
 
     def flush(self) -> None:
         try:

@@ -201,8 +201,8 @@ class EngineLoop:
                     self.compiling.add(request_id, message.prompt_token_ids, params, grammar, enter)
                     return
             self.engine.add_request(request_id, message.prompt_token_ids, params)
-        except ValueError as error:
-            self.connection.send(Refused(message.number, str(error)))
+        except Exception as error:
+            self.connection.send(Refused(message.number, _refusal(error)))
 
     def _compile(self, message: Compile) -> None:
         def done(grammar: Future[Any]) -> None:
@@ -211,16 +211,14 @@ class EngineLoop:
             if grammar.cancelled():
                 return
             error = grammar.exception()
-            if error is not None and not isinstance(error, ValueError):
-                logger.error("a grammar could not be compiled", exc_info=error)
-            self.compiled.append(Compiled(message.number, None if error is None else str(error)))
+            self.compiled.append(Compiled(message.number, None if error is None else _refusal(error)))
             self._wake()
 
         try:
             grammar = self.grammars[message.number] = self.engine.compile(message.so_args)
             grammar.add_done_callback(done)
-        except ValueError as error:
-            self.connection.send(Compiled(message.number, str(error)))
+        except Exception as error:
+            self.connection.send(Compiled(message.number, _refusal(error)))
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         """The news, and a heartbeat when one is due or the last request is done: figures at rest are exact."""
@@ -234,6 +232,13 @@ class EngineLoop:
         self.heartbeat_due = time.monotonic() + HEARTBEAT_SECONDS
         observed = self.engine.observer.stats
         return Heartbeat(self.engine.stats(), observed.window(), observed.totals)
+
+
+def _refusal(error: BaseException) -> str:
+    """What the server is told of an error that ends one request. Any but a ValueError is a fault of ours: logged."""
+    if not isinstance(error, ValueError):
+        logger.error("a request could not be taken", exc_info=error)
+    return str(error) or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -46,11 +46,11 @@ async def create_message(request: Request) -> Response:
         params = body.sampling_params(limit, None, state)
     except ValueError as error:
         raise from_value_error(error) from None
-    asked = asked_structure(body, raw)
+    asked = asked_structure(body, raw, body.format_field)
     conversation = prepared.with_output(body.stop_sequences or [], body.include_stop_str_in_output, holds_answer(asked))
     parallel = not (body.tool_choice or {}).get("disable_parallel_tool_use")
     structure = await beside_loop(
-        request, conversation_structure, state, prepared.conversation, asked, "output_config.format", parallel
+        request, conversation_structure, state, prepared.conversation, asked, body.format_field, parallel
     )
     params = await with_structure(request, params, structure)
     stream = MessagesStream(

@@ -83,7 +83,7 @@ async def create_response(request: Request) -> Response:
         raise from_value_error(error) from None
     items, prepared = await prepare_response(request, raw, body)
     check_prompt(state, prepared.token_ids, params.max_tokens, "input", "max_output_tokens")
-    asked = asked_structure(body, raw)
+    asked = asked_structure(body, raw, "text.format")
     conversation = prepared.with_output(stop, body.include_stop_str_in_output, holds_answer(asked))
     parallel = body.parallel_tool_calls is not False
     structure = await beside_loop(

@@ -38,6 +38,7 @@ _FIELDS = {
 _STRUCTURED_OUTPUTS = {
     "json": "json", "regex": "regex", "choice": "choice", "grammar": "ebnf", "structural_tag": "structural_tag",
 }  # fmt: skip
+STRUCTURE_FIELDS = (*_FIELDS, "structured_outputs", "so_args")
 # Members of structured_outputs that ask for nothing that is not so anyway.
 _NEUTRAL = {"disable_any_whitespace": (True, False), "disable_fallback": (True, False), "json_object": (False,)}
 
@@ -51,8 +52,13 @@ class Structure:
     schemas: tuple[tuple[str, Any], ...] = ()
 
 
-def asked_structure(body: SamplingRequest, raw: Mapping[str, Any]) -> Structure | None:
-    """What vLLM's and SGLang's fields ask for.  ApiError 400 if they ask for two things, or for something malformed."""
+def asked_structure(
+    body: SamplingRequest, raw: Mapping[str, Any], format_field: str = "response_format"
+) -> Structure | None:
+    """What vLLM's and SGLang's fields ask for.  `format_field` is that of the protocol's own response format.
+
+    ApiError 400 if they ask for two things, or for something malformed.
+    """
     found = []
     for name, kind in _FIELDS.items():
         value = getattr(body, name)
@@ -62,11 +68,13 @@ def asked_structure(body: SamplingRequest, raw: Mapping[str, Any]) -> Structure 
         found.append(_from_so_args(body.so_args, "so_args"))
     if body.structured_outputs is not None:
         found.append(_read_structured_outputs(body.structured_outputs))
-    response_format = raw.get("response_format")
+    response_format: Any = raw
+    for name in format_field.split("."):
+        response_format = response_format.get(name) if isinstance(response_format, Mapping) else None
     if isinstance(response_format, dict) and response_format.get("type") == "structural_tag":
-        found.append(_structure("structural_tag", response_format, "response_format"))
+        found.append(_structure("structural_tag", response_format, format_field))
     elif response_format is not None and response_format != {"type": "text"} and found:
-        message = f"{found[0].field} and response_format cannot both say what the answer must be"
+        message = f"{found[0].field} and {format_field} cannot both say what the answer must be"
         raise ApiError(message, param=found[0].field)
     if len(found) > 1:
         message = f"{found[0].field} and {found[1].field} cannot both say what the answer must be"
@@ -117,6 +125,8 @@ def _structure(kind: str, schema: Any, field: str) -> Structure:
 def _from_so_args(so_args: Any, field: str) -> Structure:
     try:
         return Structure(Constraint.from_so_args(so_args), field)
+    except RecursionError:
+        raise ApiError(f"{field} is nested too deeply", param=field) from None
     except ValueError as error:
         raise structure_error(error, field) from None
 
