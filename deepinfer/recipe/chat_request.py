@@ -58,7 +58,7 @@ def convert_chat_request(
     _check_prefix_use(messages, bool(tools), format_kind)
     schema = format_value
     if format_kind == "json_schema":
-        schema = check_format_schema(format_value, strict)
+        schema = check_format_schema(format_value, strict, "response_format.json_schema.schema")
     conversation = Conversation(
         messages=messages,
         thinking=thinking,

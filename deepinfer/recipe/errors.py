@@ -15,4 +15,13 @@ class RequestError(ValueError):
 
 
 class ConversionError(RequestError):
-    """The body is well formed, but what it asks for is refused."""
+    """The body is well formed, but what it asks for is refused.
+
+    ``path`` is the field's path in the request where ``param``, which the public package words, says less.
+    """
+
+    path = ""
+
+    def at(self, path: str) -> "ConversionError":
+        self.path = path
+        return self

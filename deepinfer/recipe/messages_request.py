@@ -154,7 +154,8 @@ def _read_format(raw: Json, output: Json) -> Any:
         if value is not None:
             where = fields.join(path, key)
             _, chosen = fields.tagged(value, where, "MessagesOutputFormat", ("json_schema",))
-            return check_format_schema(fields.required(chosen, "schema", lambda schema, _: schema, where), False)
+            schema = fields.required(chosen, "schema", lambda schema, _: schema, where)
+            return check_format_schema(schema, False, f"{where}.schema")
     return None
 
 

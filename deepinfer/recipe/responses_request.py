@@ -54,7 +54,7 @@ def convert_responses_request(
         settings.require_json_word(tuple(messages), "text.format", "Response input messages")
     schema = None
     if format_kind == "json_schema":
-        schema = check_format_schema(format_obj["schema"], bool(format_obj.get("strict")))
+        schema = check_format_schema(format_obj["schema"], bool(format_obj.get("strict")), "text.format.schema")
     conversation = Conversation(
         messages=tuple(messages),
         thinking=thinking,

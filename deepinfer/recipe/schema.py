@@ -85,13 +85,19 @@ def _keyword_fault(key: str, value: Any) -> str | None:
     return None
 
 
-def check_format_schema(schema: Any, strict: bool) -> Any:
-    """The schema of a response format as it is to be enforced; the prompt shows it as the client wrote it."""
-    if strict:
-        return strict_schema(schema, "Invalid json schema: ", "json schema")
-    fault = schema_fault(schema)
-    if fault:
-        raise ConversionError(f"Invalid json schema: {fault}", "response_format")
+def check_format_schema(schema: Any, strict: bool, path: str) -> Any:
+    """The schema of a response format as it is to be enforced; the prompt shows it as the client wrote it.
+
+    ``path`` is where the client wrote it.
+    """
+    try:
+        if strict:
+            return strict_schema(schema, "Invalid json schema: ", "json schema")
+        fault = schema_fault(schema)
+        if fault:
+            raise ConversionError(f"Invalid json schema: {fault}", "response_format")
+    except ConversionError as error:
+        raise error.at(path) from None
     return schema
 
 

@@ -54,7 +54,10 @@ def check_parameters(name: str, parameters: Any, strict: bool | None) -> Any:
 
 
 def _checked(tool: ToolDefinition) -> ToolDefinition:
-    parameters = check_parameters(tool.name, tool.parameters, tool.strict)
+    try:
+        parameters = check_parameters(tool.name, tool.parameters, tool.strict)
+    except ConversionError as error:
+        raise error.at(tool.path) from None
     if not tool.strict:
         return replace(tool, parameters=parameters)
     declared = parameters if tool.parameters is None else tool.parameters

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
-from deepinfer.errors import EngineStoppedError
-from deepinfer.recipe import RequestError
+from deepinfer.errors import EngineStoppedError, encodable
+from deepinfer.recipe import ConversionError, RequestError
 
 logger = logging.getLogger("deepinfer.server")
 
@@ -41,8 +41,9 @@ class ApiError(Exception):
     ):
         if len(message) > _MAX_MESSAGE:  # one that repeats a client's text
             message = message[:_MAX_MESSAGE] + "..."
+        message = encodable(message)  # a schema in a text may hold what no answer can
         super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
+        self.message, self.status, self.param, self.code = message, status, param and encodable(param), code
         self.retry_after = RETRY_AFTER if retry_after is None and status == 503 else retry_after
 
     def body(self) -> dict:
@@ -84,7 +85,8 @@ def from_value_error(error: ValueError, param: str | None = None) -> ApiError:
     Recipe's carry `param`; the engine's messages start with the field's name.
     """
     if isinstance(error, RequestError):
-        return ApiError(str(error), error.status_code, error.param or param)
+        path = error.path if isinstance(error, ConversionError) else ""
+        return ApiError(str(error), error.status_code, path or error.param or param)
     first_word = str(error).split(" ")[0].rstrip(":")
     return ApiError(str(error), param=param or (first_word if first_word.isidentifier() else None))
 

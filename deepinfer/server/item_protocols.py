@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from deepinfer.recipe import apply_patch
 from deepinfer.server.errors import ApiError
 from deepinfer.server.protocol import MAX_STOP, NOT_IN_ITEMS, NOT_SAMPLED, SamplingRequest
 
@@ -51,6 +52,7 @@ class ResponsesRequest(SamplingRequest):
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
 
@@ -77,6 +79,13 @@ class ResponsesRequest(SamplingRequest):
             raise ApiError(message, param="background", code="unsupported_parameter")
         if self.background and self.store is False:
             raise ApiError("background needs store: nobody could get the response", param="background")
+        for number, tool in enumerate(self.tools or ()):
+            wanted = tool.get("format")
+            if tool.get("type") != "custom" or tool.get("name") == apply_patch.NAME:  # whose format the model knows
+                continue
+            if isinstance(wanted, dict) and wanted.get("type") == "grammar":
+                message = f"tools[{number}].format: the input of a custom tool cannot be held to a grammar"
+                raise ApiError(message, param=f"tools[{number}].format", code="unsupported_parameter")
         for number, item in enumerate(self.input if isinstance(self.input, list) else ()):
             if item.get("type") == "item_reference":
                 message = "item_reference is not supported: send the item, or previous_response_id"
@@ -91,10 +100,19 @@ class MessagesRequest(SamplingRequest):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     stop_sequences: list[str] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # what output_config.format was called
     tool_choice: dict[str, Any] | None = None
+
+    @property
+    def format_field(self) -> str:
+        """Where the request says what the answer must be."""
+        return "output_config.format" if self.output_format is None else "output_format"
 
     def check_promises(self) -> None:
         """ApiError 400 naming a field whose value is known but cannot be kept."""
+        if self.output_format is not None and (self.output_config or {}).get("format") is not None:
+            message = "output_config.format and output_format cannot both say what the answer must be"
+            raise ApiError(message, param="output_format")
         if not isinstance((self.tool_choice or {}).get("disable_parallel_tool_use", False), bool):
             message = "tool_choice.disable_parallel_tool_use must be true or false"
             raise ApiError(message, param="tool_choice.disable_parallel_tool_use")

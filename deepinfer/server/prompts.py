@@ -6,14 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepinfer.recipe import ConversationRequest, ConversionOptions, Prompt, encode_prompt, render
+from deepinfer.recipe import ConversationRequest, ConversionOptions, Prompt, RequestError, encode_prompt, render
+from deepinfer.recipe.fields import parse_body
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.sizes import check_text
 from deepinfer.server.state import ServerState
+from deepinfer.server.structure import STRUCTURE_FIELDS
 
 Convert = Callable[[dict[str, Any], ConversionOptions], ConversationRequest]
 # Checked by the server's own request classes, in its own terms.
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "stream_options")
+_NOT_OF_RECIPE = frozenset((*_LIMITS, *STRUCTURE_FIELDS))
 
 
 @dataclass
@@ -48,15 +51,34 @@ def prepare(state: ServerState, raw: dict[str, Any], convert: Convert, param: st
     options = ConversionOptions(
         {name: state.text.model_version}, default_thinking=state.default_thinking, enforces_calls=True
     )
-    body = {key: value for key, value in raw.items() if key not in _LIMITS} | {"model": name}
+    body = {key: value for key, value in raw.items() if key not in _NOT_OF_RECIPE} | {"model": name}
     try:
         conversation = convert(body, options)
         check_promises(conversation, param)
+        if not conversation.conversation.tools and requires_call(raw.get("tool_choice")):
+            raise ApiError("tool_choice requires a tool call, and there are no tools", param="tool_choice")
         prompt = render(conversation.conversation, conversation.model_version)
         check_text(state.text, prompt.text, param)
         return PreparedPrompt(conversation, prompt, encode_prompt(prompt, state.text.tokenizer))
     except ValueError as error:
-        raise from_value_error(error, param) from None
+        names_field = isinstance(error, RequestError) and error.param
+        raise from_value_error(error, param if names_field else unreadable_field(body) or param) from None
+
+
+def unreadable_field(body: dict[str, Any]) -> str | None:
+    """The field whose value recipe cannot read: nested too deeply, a number out of range."""
+    for name, value in body.items():
+        try:
+            parse_body({name: value}, "")
+        except ValueError:
+            return name[:200]
+    return None
+
+
+def requires_call(tool_choice: Any) -> bool:
+    """Whether a call must come, in the words of any of the protocols."""
+    kind = tool_choice.get("type") if isinstance(tool_choice, dict) else tool_choice
+    return kind in ("required", "any", "tool", "function", "custom")
 
 
 def check_promises(request: ConversationRequest, param: str) -> None:

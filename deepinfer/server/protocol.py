@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from deepinfer.params import SamplingParams
 from deepinfer.recipe.detokenizer import SILENT_ROLES
@@ -21,6 +22,15 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/=+-]{1,128}$")]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
+
+def _check_schema(value: Any) -> Any:
+    if not isinstance(value, str | dict | bool):
+        raise PydanticCustomError("json_schema", "must be a JSON Schema: an object, or its JSON text")
+    return value
+
+
+JsonSchema = Annotated[str | dict[str, Any] | bool, BeforeValidator(_check_schema)]
+
 _UNITS = "this server runs the whole model in one process"
 
 # field -> (values that change nothing and are therefore accepted, why anything else is refused)
@@ -32,6 +42,8 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "logits_processors": (([],), "use logit_bias with token IDs"),
     "custom_logit_processor": (("",), "use logit_bias with token IDs"),
     "repetition_detection": ((), "use repetition_penalty, or stop strings"),
+    "guided_whitespace_pattern": ((), "JSON is written with the whitespace that the model chooses"),
+    "guided_decoding_backend": (("auto",), "the server's own options say what enforces structured output"),
     "stop_regex": (("", []), "use stop strings"),
     "logprob_token_ids": (([],), "ask for logprobs"),
     "extra_key": ((), "there is no prefix cache to divide"),
@@ -128,12 +140,12 @@ class SamplingRequest(BaseModel):
     bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
     force_topk: int | None = None  # this engine's own, like the next one
     golden_token_ids: TokenIds | None = None
-    guided_json: str | dict[str, Any] | bool | None = None  # structured output, as vLLM calls it
+    guided_json: JsonSchema | None = None  # structured output, as vLLM calls it
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
-    json_schema: str | dict[str, Any] | bool | None = None  # the same, as SGLang calls it
+    json_schema: JsonSchema | None = None  # the same, as SGLang calls it
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None

@@ -212,6 +212,22 @@ def test_bad_requests(client: EngineClient) -> None:
     run(test)
 
 
+def test_a_message_that_the_engine_cannot_take_ends_its_own_request(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        pid, running = client.pid, asyncio.create_task(tokens(client, "a", [5], GREEDY))
+        await asyncio.sleep(0)  # it is queued
+        with monkeypatch.context() as patch:
+            patch.setattr(client_module, "params_to_wire", lambda params: {"no_such_parameter": 1})
+            with pytest.raises(ValueError, match="no_such_parameter"):
+                await tokens(client, "b", [5], GREEDY)
+        assert await running == await tokens(client, "c", [5], GREEDY)
+        assert client.pid == pid and is_alive(pid)
+
+    run(test)
+
+
 def test_a_slow_consumer_gets_everything_in_fewer_outputs(client: EngineClient) -> None:
     async def test() -> None:
         outputs = []

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from deepinfer.engine.messages import (
     Abort,
     AddRequest,
+    Compiled,
     Connection,
     EngineMessage,
+    Refused,
     ServerMessage,
     StepOutputs,
     output_from_wire,
@@ -137,3 +139,21 @@ def test_minus_infinity_survives() -> None:
         "1", [], [CompletionOutput(0, [5], [TokenLogprob(5, -math.inf, [])])], False, RequestMetrics(0.0)
     )
     assert output_from_wire(output_to_wire(output), "1", []) == output
+
+
+def test_text_that_cannot_be_encoded_arrives_as_escapes() -> None:
+    """The error of a request may repeat a lone surrogate of its schema: the other messages come as they are."""
+    stats = EngineStats(1, 2, 3, 4, 5, 6, 7)
+    made = RequestOutput(
+        "5", [], [CompletionOutput(0, [7], None, "error", "\udc80")], True, RequestMetrics(1.0), "\ud800 é"
+    )
+    left, right = socket.socketpair()
+    with left, right:
+        sent = [Compiled(1, "no \ud800"), Refused(2, "é"), StepOutputs([output_to_wire(made)], stats)]
+        Connection(left, ServerMessage).send(*sent)
+        compiled, refused, step = Connection(right, EngineMessage).receive()
+    assert compiled == Compiled(1, "no \\ud800") and refused == Refused(2, "é")
+    assert isinstance(step, StepOutputs) and step.stats == stats
+    output = output_from_wire(step.outputs[0], "5", [])
+    assert output.error == "\\ud800 é" and output.outputs[0].stop_reason == "\\udc80"
+    assert output.outputs[0].token_ids == [7] and output.metrics == RequestMetrics(1.0)
