@@ -29,7 +29,7 @@ needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C 
 def use_kernels(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A fresh process that runs one kernel with its library cache at `cache`."""
     values = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPINFER_CACHE_DIR": str(cache), **environment}
-    return subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, env=values, timeout=120)
+    return subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, env=values, timeout=280)
 
 
 @needs_compiler
@@ -45,9 +45,9 @@ def test_builds_once_and_is_cached(tmp_path):
 
 @needs_compiler
 def test_many_processes_build_at_once(tmp_path):
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(use_kernels, [tmp_path] * 4))
-    assert [r.returncode for r in results] == [0] * 4
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(use_kernels, [tmp_path] * 3))
+    assert [r.returncode for r in results] == [0] * 3
     assert len({r.stdout for r in results}) == 1 and results[0].stdout.startswith("1 ")
     assert [p.suffix for p in tmp_path.iterdir()] == [".so"]  # no temporary left behind
 
