@@ -183,23 +183,29 @@ class AsyncEngine:
         try:
             if request_id in self._listeners:  # the engine does not know those whose grammars are being compiled
                 raise ValueError(f"request_id {request_id!r} is already in use")
+            grammar = None
             if params.so_args is not None:
                 grammar = self._engine.compile(params.so_args)
                 if not grammar.done():
                     self._listeners[request_id] = listener
-                    enter = partial(self._enter_compiled, request_id, prompt_token_ids, params, listener)
+                    enter = partial(self._enter_compiled, request_id, prompt_token_ids, params, grammar, listener)
                     self._compiling.add(request_id, prompt_token_ids, params, grammar, enter)
                     return
-            self._engine.add_request(request_id, prompt_token_ids, params)
+            self._engine.add_request(request_id, prompt_token_ids, params, grammar)
             self._listeners[request_id] = listener
         except ValueError as error:
             self._call_in_loop(listener, _deliver_all, [(listener, error)])
 
     def _enter_compiled(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, listener: _Listener
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        grammar: Future[Any],
+        listener: _Listener,
     ) -> None:
         try:
-            self._engine.add_request(request_id, prompt_token_ids, params)
+            self._engine.add_request(request_id, prompt_token_ids, params, grammar)
         except ValueError as error:
             del self._listeners[request_id]
             self._call_in_loop(listener, _deliver_all, [(listener, error)])

@@ -127,18 +127,24 @@ class Engine:
         return self.grammars.compile(so_args)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: SequenceOf[int], sampling_params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        sampling_params: SamplingParams | None = None,
+        grammar: Future[Grammar] | None = None,
     ) -> None:
         """Queue a request. Raises ValueError naming the field if it is invalid or its id is in use.
 
-        Waits for the grammar of structured output, unless `compile` has it ready.
+        `grammar`: of its structured output, from `compile`; without it, it is compiled here. Waits for it.
         """
         params = sampling_params or SamplingParams()
         self.validate(prompt_token_ids, params)
         self._check_new(request_id)
         if self.config.kind == "decode":
             raise ValueError("kind must not be decode: such an engine goes on with the sequences of a prefill engine")
-        grammar = None if params.so_args is None else self.compile(params.so_args).result()
+        if params.so_args is not None and grammar is None:
+            grammar = self.compile(params.so_args)
+        compiled = None if grammar is None else grammar.result()
         seed = int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed
         metrics = RequestMetrics(arrival_time=time.monotonic())
         request = Request(request_id, list(prompt_token_ids), metrics)
@@ -146,10 +152,11 @@ class Engine:
         for index in range(params.n):
             seq = Sequence(
                 request_id, index, self._num_arrived, prompt_token_ids, params, completion_seed(seed, index), metrics,
-                self.max_model_len, spans, None if grammar is None else grammar.matcher(),
+                self.max_model_len, spans, None if compiled is None else compiled.matcher(),
             )  # fmt: skip
             self._num_arrived += 1
             request.sequences.append(seq)
+        for seq in request.sequences:  # once all of them exist: an error leaves none behind
             self.scheduler.add(seq)
         self._register(request, params)
 

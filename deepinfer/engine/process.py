@@ -189,18 +189,18 @@ class EngineLoop:
         while self.compiled:
             self.connection.send(self.compiled.popleft())
 
-    def _add(self, message: AddRequest, is_compiled: bool = False) -> None:
+    def _add(self, message: AddRequest, grammar: Future[Any] | None = None) -> None:
         request_id = str(message.number)
         try:
             params = SamplingParams(**message.params)
-            if params.so_args is not None and not is_compiled:
+            if params.so_args is not None and grammar is None:
                 self.engine.validate(message.prompt_token_ids, params)
                 grammar = self.engine.compile(params.so_args)
                 if not grammar.done():
-                    enter = partial(self._add, message, True)
+                    enter = partial(self._add, message, grammar)
                     self.compiling.add(request_id, message.prompt_token_ids, params, grammar, enter)
                     return
-            self.engine.add_request(request_id, message.prompt_token_ids, params)
+            self.engine.add_request(request_id, message.prompt_token_ids, params, grammar)
         except Exception as error:
             self.connection.send(Refused(message.number, _refusal(error)))
 

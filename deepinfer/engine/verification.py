@@ -145,7 +145,8 @@ class Speculation:
         known = [seq.draft_scores for seq in sequences if seq.draft_scores is not None]
         survival = np.tile(unknown, (len(sequences), 1))
         if known:
-            survival[[seq.draft_scores is not None for seq in sequences]] = self.drafter.survival(np.array(known))
+            chances = np.nan_to_num(self.drafter.survival(np.array(known)))  # what is no number is no chance
+            survival[[seq.draft_scores is not None for seq in sequences]] = chances
         if self.overlaps:  # those are the chances of the drafts before
             survival = OLD_CHANCES * survival + (1 - OLD_CHANCES) * unknown
         chances = np.minimum(self.gate.trust * survival, 1.0)

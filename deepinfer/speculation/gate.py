@@ -32,7 +32,6 @@ class DraftGate:
 
     def __init__(self, times: StepTimes, num_drafts: int) -> None:
         self.times = times
-        self.num_drafts = num_drafts
         self.is_open = True
         self._seen: list[list[float]] = []  # chances of the latest drafts
         self.profile = np.cumprod(np.full(num_drafts, PRIOR_RATE))  # their mean, where there have been any

@@ -256,3 +256,13 @@ def test_same_tokens_however_the_engine_runs(llm: LLM, name: str) -> None:
     assert [output.outputs[0].token_ids for output in found] == expected
     if name in ("preemption", "swap"):
         assert other.engine.scheduler.num_preemptions > 0
+
+
+def test_a_grammar_that_is_there_is_not_compiled_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when the cache has lost it meanwhile: the engine's thread would wait."""
+    so_args = {"schema_type": "choice", "schema": ["only", "here"]}
+    grammar = engine.compile(so_args)
+    grammar.result(timeout=60)
+    monkeypatch.setattr(engine, "compile", None)
+    engine.add_request("compiled", [5, 6, 7], SamplingParams(max_tokens=4, so_args=so_args), grammar)
+    assert engine.abort_request("compiled") is not None
