@@ -55,7 +55,7 @@ def verify_tokens_tl(drafts: int) -> Any:
                     if block * THREADS + i < n:
                         speculation.verify_tokens(
                             chosen, slot_tokens, slot_lengths, slots, first_rows, num_drafts, tokens, accepted,
-                            drafts,
+                            block * THREADS + i, drafts,
                         )  # fmt: skip
 
     return verify_tokens
