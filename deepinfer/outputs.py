@@ -8,14 +8,16 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """Log probability (natural log) of one generated token and of the most likely alternatives.
+    """Log probability (natural log) of one token and of its alternatives.
 
-    `top` holds (token id, logprob), most likely first. `logprob` is -inf for a token that force_topk left out.
+    `top` holds (token id, logprob), most likely first, or the request's `logprob_token_ids`. A logprob is -inf for a
+    token that force_topk left out. `rank` is that of the token, 1 for the most likely one; of prompt tokens only.
     """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = field(default_factory=list)
+    rank: int | None = None
 
 
 @dataclass(slots=True)
@@ -67,6 +69,8 @@ class RequestOutput:
     """What happened to one request since its previous output: only completions with news are listed.
 
     `finished` is True once all n completions are; `error` says why when a finish reason is "error".
+    `prompt_logprobs` come once, if they were asked for, with the first token of completion 0: an entry a prompt token,
+    None for the first.
     """
 
     request_id: str
@@ -75,6 +79,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def merge(self, later: "RequestOutput") -> None:
         """Append a later delta of the same request to this one."""
@@ -90,3 +95,4 @@ class RequestOutput:
             old.text += new.text
             old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
         self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs

@@ -9,6 +9,7 @@ from deepinfer.errors import shown
 from deepinfer.structured.constraint import Constraint
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**63 - 1  # of tokens; what the engine's int64 holds
@@ -40,6 +41,10 @@ class SamplingParams:
         min_tokens: end-of-sequence and stop_token_ids are impossible before this many tokens.
         logprobs: None, or the number of most likely tokens to report beside the chosen one.
             They are log-softmax of the model's own logits, before penalties and temperature.
+        logprob_token_ids: report these tokens beside each chosen one, in this order, and not the most likely ones; None
+            leaves it to `logprobs`. At most 128.
+        prompt_logprobs: the same as `logprobs` for the tokens of the prompt, but the first, which nothing predicts. All
+            layers run for the whole prompt then, whatever EngineConfig.yoco_prefill_truncation_mode says.
         force_topk: restrict the softmax (and the logprobs) to this many largest logits.
         golden_token_ids: teacher forcing: these tokens are "chosen" whatever the logits say, and generation
             ends with the list (reason "length"); end-of-sequence tokens inside it do not stop.
@@ -72,6 +77,8 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    prompt_logprobs: int | None = None
     force_topk: int | None = None
     golden_token_ids: Sequence[int] | None = None
     n: int = 1
@@ -107,6 +114,13 @@ class SamplingParams:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.logprob_token_ids is not None:
+            ids = _token_ids("logprob_token_ids", self.logprob_token_ids)
+            if not 1 <= len(set(ids)) == len(ids) <= MAX_LOGPROB_TOKEN_IDS:
+                raise ValueError(f"logprob_token_ids must be 1 to {MAX_LOGPROB_TOKEN_IDS} different token ids")
+            self._normalise("logprob_token_ids", ids)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.force_topk is not None:
             _check_int("force_topk", self.force_topk, 1)
         _check_int("n", self.n, 1, MAX_N)
@@ -146,6 +160,7 @@ class SamplingParams:
         named: dict[str, Iterable[int]] = {
             "stop_token_ids": self.stop_token_ids,
             "golden_token_ids": self.golden_token_ids or (),
+            "logprob_token_ids": self.logprob_token_ids or (),
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_words_token_ids": [token_id for word in self.bad_words_token_ids for token_id in word],

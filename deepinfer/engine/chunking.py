@@ -10,6 +10,7 @@ import numpy as np
 
 MIN_OBSERVATIONS = 8  # steps before the fitted cost is trusted
 MIN_CHUNK = 16  # tokens that a step takes whatever they cost: a budget too small must not stop the engine
+MAX_ASKED = 1024  # prompt tokens of a step that are asked how likely they were: each takes a row of logits
 MAX_CHUNK = 32_768  # tokens, as in the production balancer
 DECAY = 0.99  # weight of the past at each new step, so that the fit follows the machine
 
@@ -114,14 +115,18 @@ class StepBudget:
 
     def __init__(self, tokens: int, chunk_limit: int, cost: PrefillCost, milliseconds: float | None):
         self.tokens = tokens
+        self.asked = MAX_ASKED
         self.is_empty = True
         self._chunk_limit = chunk_limit
         self._cost = cost
         self._milliseconds = milliseconds - cost.base if milliseconds is not None and cost.is_known else None
 
-    def take(self, start: int, length: int, spans: Sequence[tuple[int, int]]) -> int:
-        """Tokens of a sequence (see `chunk_size`) for this step; 0 if they have to wait for the next one."""
-        limit = min(self._chunk_limit, self.tokens)
+    def take(self, start: int, length: int, spans: Sequence[tuple[int, int]], asks: bool = False) -> int:
+        """Tokens of a sequence (see `chunk_size`) for this step; 0 if they have to wait for the next one.
+
+        asks: whether their log-probabilities are wanted.
+        """
+        limit = min(self._chunk_limit, self.tokens, self.asked if asks else MAX_CHUNK)
         if self._milliseconds is not None:
             affordable = self._cost.largest_chunk(start, self._milliseconds)
             limit = min(limit, max(affordable, MIN_CHUNK) if self.is_empty else affordable)
@@ -129,6 +134,7 @@ class StepBudget:
             return 0
         count = chunk_size(start, length, limit, self.tokens, spans, self.is_empty)
         self.tokens = max(0, self.tokens - count)
+        self.asked = max(0, self.asked - count) if asks else self.asked
         if self._milliseconds is not None:
             self._milliseconds -= self._cost.milliseconds(start, count)
         self.is_empty = self.is_empty and count == 0

@@ -91,6 +91,9 @@ def collect(
             news.outputs[seq.request_id] = make.output(seq.request_id, prompt, completion, seq.metrics)
         else:
             output.outputs.append(completion)
+        if seq.prompt_logprobs is not None:
+            news.outputs[seq.request_id].prompt_logprobs = seq.prompt_logprobs
+            seq.prompt_logprobs = None
         if seq.finish_reason is not None:
             news.finished.append(seq)
     return news
@@ -143,7 +146,7 @@ def step_stats(
     count = None
     if flops is not None:
         counts, keep_from = np.array(step.batch.num_tokens), decoder_start(step.batch, config)
-        count = float(flops.step(step.starts, counts, len(step.sequences), keep_from).total)
+        count = float(flops.step(step.starts, counts, step.num_logits_rows, keep_from).total)
     speculates, drafts = config.speculative_config is not None, news.drafts
     return StepStats(
         num_prompt_tokens=sum(step.batch.num_tokens) if step.batch.is_prefill else 0,

@@ -32,6 +32,7 @@ from deepinfer.engine.drafters import make_speculation
 from deepinfer.engine.graph_pool import capture_cost
 from deepinfer.engine.model_inputs import build_model_inputs
 from deepinfer.engine.output_pool import NewOutputs
+from deepinfer.engine.prompt_logprobs import split_logits
 from deepinfer.engine.scheduler import Scheduler
 from deepinfer.engine.sequence import Request, Sequence
 from deepinfer.engine.sequence_metadata import SequenceMetadataPool
@@ -47,7 +48,7 @@ from deepinfer.sampling.random import completion_seed
 from deepinfer.speculation.drafter import Drafter
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.structured.compiler import GrammarCompiler
-from deepinfer.structured.matcher import Grammar
+from deepinfer.structured.matcher import GRAMMAR_LIMIT, Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +156,8 @@ class Engine:
                 self.max_model_len, spans, None if compiled is None else compiled.matcher(),
             )  # fmt: skip
             self._num_arrived += 1
+            if params.prompt_logprobs is not None and index == 0:
+                seq.want_prompt_logprobs()
             request.sequences.append(seq)
         for seq in request.sequences:  # once all of them exist: an error leaves none behind
             self.scheduler.add(seq)
@@ -284,6 +287,9 @@ class Engine:
                 bitmask = start_token_bitmask(sequences, num_rows, self.runner.vocab_size)
             with scope("forward"):
                 logits = self.runner.run(inputs)
+            num_logits_rows, prompt_logprobs = len(logits), None
+            if batch.is_prefill:
+                logits, prompt_logprobs = split_logits(batch, logits)
             if self.speculation is not None and batch.is_prefill:
                 self.speculation.prefilled(batch, inputs)
         except Exception as error:
@@ -296,7 +302,10 @@ class Engine:
         starts = np.array([seq.num_computed for seq in batch.sequences])
         self.scheduler.advance(batch)
         times = (start, time.monotonic())
-        return LaunchedStep(batch, sequences, slots, device_slots, logits, starts, times, bitmask), []
+        step = LaunchedStep(
+            batch, sequences, slots, device_slots, logits, starts, times, num_logits_rows, prompt_logprobs, bitmask
+        )
+        return step, []
 
     def _launch_sampling(self, step: LaunchedStep | None) -> tuple[LaunchedStep | None, list[RequestOutput]]:
         """Start drawing the step's tokens. Sequences that ended meanwhile keep their rows, which are never read."""
@@ -320,6 +329,8 @@ class Engine:
         try:
             with scope("read"):
                 sampled = step.sampled.read()
+                if step.prompt_logprobs is not None:
+                    step.prompt_logprobs.read()
         except Exception as error:
             return self._failed_step(step.batch.sequences, error)
         self._learn_cost(step)
@@ -374,9 +385,19 @@ class Engine:
         return [*news.outputs.values(), *self._fail_invalid(news.invalid)]
 
     def _fail_invalid(self, sequences: list[Sequence]) -> list[RequestOutput]:
-        """Rows without a finite largest logit: the model's fault, or nothing was left that all settings allow."""
-        unfinished = (s for s in sequences if s.finish_reason is None)  # one may end with another one of its request
-        return [output for seq in unfinished for output in self._fail([seq], why_invalid(seq))]
+        """Rows without a finite largest logit: the model's fault, or nothing was left that all settings allow.
+
+        Where a grammar has become too complex, what was written is right, and ends as it is.
+        """
+        outputs = []
+        for seq in sequences:
+            if seq.finish_reason is not None:
+                continue  # it has ended with another one of its request
+            if seq.constraint is not None and seq.constraint.exhausted:
+                outputs.append(self._close(self.requests[seq.request_id], [seq], "length", stop_reason=GRAMMAR_LIMIT))
+            else:
+                outputs += self._fail([seq], why_invalid(seq))
+        return outputs
 
     def _failed_step(self, sequences: list[Sequence], error: Exception) -> list[RequestOutput]:
         logger.error("a step of %d sequences failed", len(sequences), exc_info=error)

@@ -109,14 +109,18 @@ class Refused(_Message, tag=3):
     message: str
 
 
+_TokenLogprob = tuple[float, list[int], list[float]]  # logprob, top token ids, top logprobs
+_PromptLogprob = tuple[float, list[int], list[float], int | None]  # and the rank
+
+
 class Completion(_Message):
-    """CompletionOutput; logprobs are (logprob, top token ids, top logprobs) of each token."""
+    """CompletionOutput."""
 
     index: int
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    logprobs: list[tuple[float, list[int], list[float]]] | None = None
+    logprobs: list[_TokenLogprob] | None = None
 
 
 class Output(_Message):
@@ -127,6 +131,7 @@ class Output(_Message):
     finished: bool
     metrics: tuple[float, float | None, float | None, float | None, int]
     error: str | None
+    prompt_logprobs: list[_PromptLogprob] | None = None  # of the second token, the third, ...
 
 
 class StepOutputs(_Message, tag=4):
@@ -212,10 +217,13 @@ def output_to_wire(output: RequestOutput) -> Output:
             times.num_preemptions,
         ),
         output.error,
+        None
+        if output.prompt_logprobs is None
+        else [(*_logprob_to_wire(item), item.rank) for item in output.prompt_logprobs if item is not None],
     )
 
 
-def _logprob_to_wire(item: TokenLogprob) -> tuple[float, list[int], list[float]]:
+def _logprob_to_wire(item: TokenLogprob) -> _TokenLogprob:
     return item.logprob, [token_id for token_id, _ in item.top], [value for _, value in item.top]
 
 
@@ -225,7 +233,18 @@ def output_from_wire(output: Output, request_id: str, prompt_token_ids: list[int
         logprobs = None if item.logprobs is None else _logprobs_from_wire(item)
         completions.append(CompletionOutput(item.index, item.token_ids, logprobs, item.finish_reason, item.stop_reason))
     metrics = RequestMetrics(*output.metrics)
-    return RequestOutput(request_id, prompt_token_ids, completions, output.finished, metrics, output.error)
+    prompt = None if output.prompt_logprobs is None else _prompt_from_wire(output.prompt_logprobs, prompt_token_ids)
+    return RequestOutput(request_id, prompt_token_ids, completions, output.finished, metrics, output.error, prompt)
+
+
+def _prompt_from_wire(items: list[_PromptLogprob], prompt_token_ids: list[int]) -> list[TokenLogprob | None]:
+    return [
+        None,
+        *(
+            TokenLogprob(token_id, logprob, list(zip(top_ids, top_logprobs, strict=True)), rank)
+            for token_id, (logprob, top_ids, top_logprobs, rank) in zip(prompt_token_ids[1:], items, strict=True)
+        ),
+    ]
 
 
 def _logprobs_from_wire(completion: Completion) -> list[TokenLogprob] | None:

@@ -7,6 +7,7 @@ import torch
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.cuda_graph import DecodeGraphs
+from deepinfer.engine.prompt_logprobs import logits_rows
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.sequence_metadata import SequenceMetadataPool
@@ -65,7 +66,6 @@ def _prefill_inputs(
     counts = np.array(batch.num_tokens, np.int64)
     query_start = np.zeros(len(sequences) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
-    completes = np.array([s.num_computed + n == len(s) for s, n in _chunks(batch)])
     keep_from = decoder_start(batch, config)
     block_tables = np.empty((len(sequences), metadata.longest_table(slots)), np.int32)
     metadata.write_block_tables(slots, block_tables)
@@ -76,7 +76,7 @@ def _prefill_inputs(
         (starts + counts).astype(np.int32),
         block_tables,
         slots.astype(np.int32),
-        query_start[1:][completes].astype(np.int64) - 1,
+        logits_rows(batch),
         *([] if keep_from is None else [keep_from]),
     ]
     tensors = upload(arrays, torch.device(config.device))
@@ -137,11 +137,15 @@ def decoder_start(batch: ScheduledBatch, config: EngineConfig) -> np.ndarray | N
     """First position of each sequence that runs the decoder layers, int32 [S]; None when every token of all does.
 
     Counted from the end of the prompt, not of the sequence: recomputing a preempted sequence gives the same again.
+    A request that asks how likely the tokens of its prompt were has all of them run.
     """
     keep_tokens = config.yoco_prefill_keep_tokens
     if not batch.is_prefill or config.yoco_prefill_truncation_mode == "off" or keep_tokens is None:
         return None
-    keep_from = np.array([max(s.num_prompt_tokens - keep_tokens, 0) for s in batch.sequences], np.int32)
+    keep_from = np.array(
+        [max(s.num_prompt_tokens - keep_tokens, 0) * (s.params.prompt_logprobs is None) for s in batch.sequences],
+        np.int32,
+    )
     return keep_from if keep_from.any() else None
 
 

@@ -90,7 +90,7 @@ class RequestOutputPool(NewOutputs):
                 revive(output)
             output.request_id, output.prompt_token_ids, output.metrics = request_id, prompt_token_ids, metrics
             output.outputs[:] = (completion,)
-            output.finished, output.error = False, None
+            output.finished, output.error, output.prompt_logprobs = False, None, None
         else:
             output = super().output(request_id, prompt_token_ids, completion, metrics)
         self._taken.append(output)

@@ -208,7 +208,7 @@ class Scheduler:
             self.max_num_batched_tokens, self.prefill_chunk_size, self.prefill_cost, self.prefill_step_ms
         )
         for seq in chain(list(self.prefilling), self._admit()):
-            chunk = budget.take(seq.num_computed, len(seq), seq.image_spans)
+            chunk = budget.take(seq.num_computed, len(seq), seq.image_spans, seq.asks_prompt_logprobs)
             if chunk == 0:
                 break
             sequences.append(seq)

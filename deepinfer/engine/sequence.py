@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from deepinfer.engine.order import queue_order
 from deepinfer.engine.state_slots import NULL_SLOT
-from deepinfer.outputs import FinishReason, RequestMetrics
+from deepinfer.outputs import FinishReason, RequestMetrics, TokenLogprob
 from deepinfer.params import SamplingParams
 from deepinfer.structured.matcher import Matcher
 
@@ -25,13 +25,16 @@ class Sequence:
     drafter says of them, of the latest step that it has read.
     While it is swapped out, `host_blocks` (int32) are the rows of the host pool that hold its cache (swap.py).
     `constraint` is the grammar that the output obeys.
+    `prompt_logprobs` are collected until the first token is out, if they were asked for; the figures of the first
+    `num_prompt_asked` positions are there or on their way (prompt_logprobs.py).
     `order` is its place in the waiting queue (order.py); `image_spans` are the prompt's images, which no chunk cuts.
     """
 
     __slots__ = (
         "request_id", "index", "arrival", "order", "params", "seed", "metrics", "num_prompt_tokens", "max_num_tokens",
         "token_ids", "image_spans", "block_table", "host_blocks", "state_slot", "num_computed", "num_pending",
-        "finish_reason", "stop_reason", "constraint", "has_drafts", "next_drafts", "draft_scores",
+        "finish_reason", "stop_reason", "constraint", "has_drafts", "next_drafts", "draft_scores", "prompt_logprobs",
+        "num_prompt_asked",
     )  # fmt: skip
 
     drafts: SequenceOf[int] = ()  # those that a step verifies have rows of their own
@@ -75,6 +78,18 @@ class Sequence:
         self.has_drafts = False
         self.next_drafts: list[int] = []
         self.draft_scores: list[float] | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.num_prompt_asked = self.num_prompt_tokens  # all: nothing is wanted
+
+    @property
+    def asks_prompt_logprobs(self) -> bool:
+        """Whether some tokens of the prompt have to be asked about yet."""
+        return self.num_prompt_asked < self.num_prompt_tokens - 1
+
+    def want_prompt_logprobs(self) -> None:
+        """Call before it is queued."""
+        self.prompt_logprobs = [None]  # nothing predicts the first token
+        self.num_prompt_asked = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from deepinfer.engine.prompt_logprobs import LaunchedPromptLogprobs
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.sequence_metadata import SequenceMetadataPool
@@ -105,6 +106,8 @@ class LaunchedStep:
     logits: Tensor
     starts: np.ndarray  # int64 [S], tokens of each sequence that were in the cache before
     launch_time: tuple[float, float]  # before and after the launch of the model, seconds
+    num_logits_rows: int  # of the model, prompt tokens included
+    prompt_logprobs: LaunchedPromptLogprobs | None = None
     bitmask: Future[np.ndarray] | None = None  # what grammars allow, if that is being found out already
     sampled: Sampling | None = None  # once sampling is launched
 

@@ -12,7 +12,7 @@ drafts stay on the device (speculation/slot_tokens.py). The host plans with the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,12 +33,14 @@ from deepinfer.sampling.sampler import (
     DrawParameters,
     LaunchedSample,
     draw_parameters,
+    is_plain,
     launch_sample,
 )
 from deepinfer.sampling.transfer import Download, upload
-from deepinfer.speculation.draft_lengths import draft_lengths
+from deepinfer.speculation.draft_lengths import all_pay, draft_lengths
 from deepinfer.speculation.drafter import Drafter, Round
 from deepinfer.speculation.gate import DraftGate
+from deepinfer.speculation.slot_scores import SlotScores
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.speculation.step_times import StepTimes
 
@@ -50,42 +52,48 @@ class LaunchedRound:
     """A step whose tokens are being drawn and compared with its drafts."""
 
     sequences: list[TokenSequence]
-    num_drafts: list[int]
+    slots: np.ndarray  # int64 [S]
+    num_drafts: np.ndarray  # int64 [S]
     first_rows: np.ndarray
     sampled: LaunchedSample
     verified: Download | None  # accepted [S], then the next drafts [S, K] and their scores; None: no sequences
-    drafter: Drafter
+    was_read: Callable[[LaunchedRound], None]  # told what became of the drafts
     makes_drafts: bool = False  # for the next step
     num_expected: float = 0.0  # drafts that are accepted
-    num_accepted: int = 0  # once it is read
+    accepted: np.ndarray | None = None  # int64 [S] of each sequence's drafts, once it is read
+    num_verified: np.ndarray | None = None  # int64 [S], without those that there were not
+    scores: np.ndarray | None = None  # of the next drafts; None: there are none
 
     def read(self) -> StepTokens:
-        """Wait for the tokens. Drafts and scores go to the sequences, what became of the old ones to the drafter."""
+        """Wait for the tokens. The drafts behind them go to the sequences."""
         sampled = self.sampled.read()
         if self.verified is None:
             return StepTokens([], [], {})
-        accepted, *drafts = (tensor.tolist() for tensor in self.verified.read())
-        new_drafts, scores = drafts if drafts else (None, None)
-        num_verified_of: list[int] = []
-        result = StepTokens([], [], {}, num_verified_of)
-        invalid = sampled.invalid_rows
-        self.num_accepted = sum(accepted)
-        for i, (seq, first, count) in enumerate(zip(self.sequences, self.first_rows.tolist(), accepted, strict=True)):
-            rows = slice(first, first + count + 1)
-            result.token_ids.append(sampled.token_ids[rows])
-            logprobs = sampled.logprobs[rows]
-            result.logprobs.append(None if logprobs[0] is None else logprobs)  # type: ignore[arg-type]
-            if invalid and (wrong := [row - first for row in invalid if rows.start <= row < rows.stop]):
-                result.num_valid[i] = wrong[0]
-            num_verified = min(self.num_drafts[i], len(seq.next_drafts))
-            if num_verified and seq.draft_scores is not None:
-                self.drafter.learn(seq.draft_scores, num_verified, count)
-            num_verified_of.append(num_verified)
-            if new_drafts is None or scores is None:
-                seq.next_drafts, seq.draft_scores = [], None
-            else:
-                seq.next_drafts = [token for token in new_drafts[i] if token != NO_DRAFT]
-                seq.draft_scores = scores[i]
+        accepted, *drafts = self.verified.read()
+        self.accepted = accepted.numpy()
+        self.num_verified = np.minimum(self.num_drafts, [len(seq.next_drafts) for seq in self.sequences])
+        firsts = self.first_rows.tolist()
+        ends = (self.first_rows + self.accepted + 1).tolist()
+        token_ids = [sampled.token_ids[first:end] for first, end in zip(firsts, ends, strict=True)]
+        logprobs: list = [None] * len(firsts)
+        if self.sampled.groups:
+            rows = (sampled.logprobs[first:end] for first, end in zip(firsts, ends, strict=True))
+            logprobs = [None if of_row[0] is None else of_row for of_row in rows]
+        result = StepTokens(token_ids, logprobs, {}, self.num_verified.tolist())
+        for row in reversed(sampled.invalid_rows):  # the first of a sequence counts
+            i = int(np.searchsorted(self.first_rows, row, "right")) - 1
+            if row < ends[i]:
+                result.num_valid[i] = row - firsts[i]
+        next_drafts: list[list[int]] = [[] for _ in firsts]
+        if drafts:
+            tokens, scores = drafts
+            self.scores = scores.numpy()
+            next_drafts = tokens.tolist()
+            if int(tokens.min()) == NO_DRAFT:
+                next_drafts = [[token for token in row if token != NO_DRAFT] for row in next_drafts]
+        for seq, row_drafts in zip(self.sequences, next_drafts, strict=True):
+            seq.next_drafts = row_drafts
+        self.was_read(self)
         return result
 
 
@@ -124,8 +132,10 @@ class Speculation:
         self.gate = DraftGate(self.times, drafter.num_drafts)
         self._makes_drafts = True  # the next step, for the one behind it
         self._num_expected = 0.0  # drafts of the next step that are expected to be accepted
-        self._new_chances: list[list[float]] = []  # chances of drafts that the gate has not seen
+        self._scores = SlotScores(num_slots)
+        self._new_scores: list[np.ndarray] = []  # of drafts that the gate has not seen
         self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
+        self._is_plain = np.zeros(num_slots, bool)  # so is that sequence
 
     def draft_lengths(self, sequences: list[TokenSequence]) -> list[int]:
         """How many drafts of each sequence the next step verifies; never more than it could still output."""
@@ -136,43 +146,66 @@ class Speculation:
         self._num_expected = 0.0
         if not self.variable_length:
             return room
-        self._makes_drafts = self.gate.makes_drafts(len(sequences))
-        self.gate.saw(self._new_chances)  # after it was asked: it must not depend on the drafts to verify
-        self._new_chances = []
+        num_sequences = len(sequences)
+        self._makes_drafts = self.gate.makes_drafts(num_sequences)
+        if self._new_scores:  # after it was asked: it must not depend on the drafts to verify
+            self.gate.saw(np.concatenate([self.drafter.survival(scores) for scores in self._new_scores]))
+            self._new_scores.clear()
         if not any(room):
             return room
-        unknown = self.gate.profile
-        known = [seq.draft_scores for seq in sequences if seq.draft_scores is not None]
-        survival = np.tile(unknown, (len(sequences), 1))
-        if known:
-            chances = np.nan_to_num(self.drafter.survival(np.array(known)))  # what is no number is no chance
-            survival[[seq.draft_scores is not None for seq in sequences]] = chances
-        if self.overlaps:  # those are the chances of the drafts before
-            survival = OLD_CHANCES * survival + (1 - OLD_CHANCES) * unknown
+        survival = self._survival(np.array([seq.state_slot for seq in sequences], np.int64))
         chances = np.minimum(self.gate.trust * survival, 1.0)
-        step_ms = self.times.by_drafts(len(sequences), self._makes_drafts)
+        if not self._draws and min(room) == most:  # the usual case where rows are cheap
+            price = self.times.price(num_sequences, self._makes_drafts)
+            if all_pay(chances, price):
+                self._num_expected = float(survival.sum())
+                return room
+        step_ms = self.times.by_drafts(num_sequences, self._makes_drafts)
         lengths = draft_lengths(chances, np.array(room), step_ms, self._draws)
         self._num_expected = float(survival[np.arange(most) < lengths[:, None]].sum())
         return lengths.tolist()
 
+    def _survival(self, slots: np.ndarray) -> np.ndarray:
+        """Chances [S, K] that the drafts in these slots and all before them are accepted, as far as they are known."""
+        unknown = self.gate.profile
+        scores, known = self._scores.of(slots)
+        if scores is None:
+            return np.tile(unknown, (len(slots), 1))
+        survival = np.nan_to_num(self.drafter.survival(scores), copy=False)  # what is no number is no chance
+        if not known.all():
+            survival[~known] = unknown
+        if self.overlaps:  # those are the chances of the drafts before
+            survival = OLD_CHANCES * survival + (1 - OLD_CHANCES) * unknown
+        return survival
+
     def observe(self, step: LaunchedStep, ms: float | None) -> None:
         """A decode step has been read, so long after it began or the one in front was read (None: unknown)."""
         round = step.sampled
-        if self.variable_length and isinstance(round, LaunchedRound) and step.sequences:
+        if self.variable_length and isinstance(round, LaunchedRound) and round.accepted is not None:
             if ms is not None:
                 self.times.observe(len(step.sequences), sum(step.batch.num_tokens), round.makes_drafts, ms)
             if step.batch.has_drafts:
-                self.gate.learn(round.num_expected, round.num_accepted)
-            scores = [seq.draft_scores for seq in step.sequences if seq.draft_scores is not None]
-            if scores and self.gate.wants_chances:
-                self._new_chances += self.drafter.survival(np.array(scores)).tolist()
+                self.gate.learn(round.num_expected, int(round.accepted.sum()))
+            if round.scores is not None and self.gate.wants_chances:
+                self._new_scores.append(round.scores)
+
+    def _was_read(self, round: LaunchedRound) -> None:
+        """Keep the scores of the next drafts, and tell the drafter what became of those before."""
+        assert round.accepted is not None and round.num_verified is not None
+        slots, scores = round.slots, round.scores
+        held = np.array([seq.state_slot for seq in round.sequences], np.int64) == slots  # by those that were in it
+        old, known = self._scores.of(slots)
+        if old is not None:
+            judged = known & held & (round.num_verified > 0)
+            self.drafter.learn(old[judged], round.num_verified[judged], round.accepted[judged])
+        self._scores.set(slots[held], None if scores is None else scores[held])
 
     def before_decode(self, batch: ScheduledBatch) -> None:
         """Give the device the tokens of sequences that come from elsewhere: the host, or another engine."""
         for seq in batch.sequences:
             if self._in_slot[seq.state_slot] is not seq:
                 slot = seq.state_slot
-                self._in_slot[slot] = seq
+                self._take_slot(seq)
                 self.state.tokens[slot] = NO_DRAFT
                 self.state.tokens[slot, 0] = seq.token_ids[-1]
                 self.state.lengths[slot] = len(seq)
@@ -182,10 +215,15 @@ class Speculation:
         """A prefill step has been launched."""
         for seq in batch.sequences:
             if self._in_slot[seq.state_slot] is not seq:
-                self._in_slot[seq.state_slot] = seq
+                self._take_slot(seq)
                 if seq.num_computed:  # it was swapped out amid its prompt, and has come back elsewhere
                     self.drafter.resumed(seq.state_slot, seq.token_ids)
         self.drafter.prefilled(inputs)
+
+    def _take_slot(self, seq: TokenSequence) -> None:
+        self._in_slot[seq.state_slot] = seq
+        self._is_plain[seq.state_slot] = is_plain(seq)
+        self._scores.forget(seq.state_slot)
 
     def launch(
         self, step: LaunchedStep, metadata: SequenceMetadataPool, eos_token_ids: Collection[int]
@@ -201,13 +239,14 @@ class Speculation:
         known = np.array([len(seq) for seq in sequences], np.int64)
         outputs = known - np.array([seq.num_prompt_tokens for seq in sequences], np.int64)
         column = np.arange(int((counts + 1).sum())) - np.repeat(first_rows, counts + 1)
-        rows = self._rows.rows(sequences, step.slots.tolist(), num_drafts)
+        are_plain = bool(self._is_plain[step.slots].all())
+        rows = sequences if are_plain else self._rows.rows(sequences, step.slots.tolist(), num_drafts)
         parameters = metadata.parameters(
-            np.repeat(step.slots, counts + 1), np.repeat(outputs, counts + 1) + column, rows
+            np.repeat(step.slots, counts + 1), np.repeat(outputs, counts + 1) + column, () if are_plain else rows
         )
-        sampled = launch_sample(step.logits, rows, eos_token_ids, choose, parameters, step.bitmask)
+        sampled = launch_sample(step.logits, rows, eos_token_ids, choose, parameters, step.bitmask, are_plain)
         if not sequences:
-            return LaunchedRound(sequences, num_drafts, first_rows, sampled, None, self.drafter)
+            return LaunchedRound(sequences, step.slots, counts, first_rows, sampled, None, self._was_read)
         state, device = self.state, step.logits.device
         slots, firsts, per_sequence, lengths = upload(np.stack((step.slots, first_rows, counts, known)), device)
         if is_prefill:
@@ -233,7 +272,7 @@ class Speculation:
         verified = Download(results)
         expected = 0.0 if is_prefill else self._num_expected
         return LaunchedRound(
-            sequences, num_drafts, first_rows, sampled, verified, self.drafter, self._makes_drafts, expected
+            sequences, step.slots, counts, first_rows, sampled, verified, self._was_read, self._makes_drafts, expected
         )
 
     def _rejection(self, slots: np.ndarray, counts: np.ndarray, filters: bool) -> Choose:

@@ -47,8 +47,8 @@ class LaunchedSample:
     def read(self) -> SamplerOutput:
         tokens, largest, *rest = self.download.read()
         token_ids: list[int] = tokens.tolist()
-        is_valid = torch.isfinite(largest).tolist()
-        invalid_rows = [] if all(is_valid) else [row for row, valid in enumerate(is_valid) if not valid]
+        is_valid = torch.isfinite(largest)
+        invalid_rows = [] if is_valid.all() else (~is_valid).nonzero().flatten().tolist()
         logprobs: list[TokenLogprob | None] = [None] * len(token_ids)
         for position, group in enumerate(self.groups):
             for row, entry in read_logprobs(group, token_ids, rest[3 * position : 3 * position + 3]).items():
@@ -84,18 +84,22 @@ def launch_sample(
     choose: Choose | None = None,
     parameters: np.ndarray | None = None,
     started: Future[np.ndarray] | None = None,
+    are_plain: bool = False,
 ) -> LaunchedSample:
     """`sample` in two halves: this one asks the device for the tokens, `read` waits for them.
 
     choose: may take other tokens than those drawn; None: those.
     parameters: `pack_parameters` of the sequences, from whoever keeps them; None: they are packed here.
     started: `token_bitmask` of the sequences, from whoever had it started; None: they are found here.
+    are_plain: each of the sequences `is_plain`, and need not be asked anything.
     """
     if not sequences:  # a chunk that ends no prompt: `read` waits for the step all the same
         none = torch.empty(0, dtype=torch.int64, device=logits.device)
         return LaunchedSample(none, [], Download([none, logits[:, 0]]))
-    edited = edit_logits(logits, sequences, eos_token_ids)
-    bitmask = token_bitmask(sequences, logits.shape[1]) if started is None else started.result()
+    edited = logits if are_plain else edit_logits(logits, sequences, eos_token_ids)
+    bitmask = None
+    if not are_plain:
+        bitmask = token_bitmask(sequences, logits.shape[1]) if started is None else started.result()
     if bitmask is not None:
         edited = ops.apply_token_bitmask(edited, upload(bitmask, logits.device))
     packed = pack_parameters(sequences, logits.shape[1]) if parameters is None else parameters
@@ -103,15 +107,23 @@ def launch_sample(
     if is_forced or packed[0].any():
         drawing, golden = draw_parameters(packed, logits.shape[1], logits.device)
     else:
-        drawing, golden = _unpacked(greedy_parameters(len(sequences), logits.shape[1], logits.device), 0)
+        drawing, golden = _unpacked(greedy_parameters(packed.shape[1], logits.shape[1], logits.device), 0)
     token_ids, largest = ops.draw_tokens(edited, *drawing)
     if choose is not None:
         token_ids = choose(edited, drawing, token_ids)
     if is_forced:
         token_ids = torch.where(golden == NO_TOKEN, token_ids, golden)
-    groups = launch_logprobs(logits, token_ids, sequences)
+    groups = [] if are_plain else launch_logprobs(logits, token_ids, sequences)
     download = Download([token_ids, largest, *(tensor for group in groups for tensor in group.tensors)])
     return LaunchedSample(token_ids, groups, download)
+
+
+def is_plain(sequence: SampledSequence) -> bool:
+    """Whether a sequence asks for nothing but tokens drawn by its `pack_parameters`."""
+    params = sequence.params
+    wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
+    is_edited = params.edits_logits or sequence.constraint is not None
+    return not (wants_logprobs or is_edited or params.golden_token_ids is not None)
 
 
 def pack_parameters(sequences: Sequence[SampledSequence], vocab_size: int) -> np.ndarray:

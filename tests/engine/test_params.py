@@ -23,6 +23,8 @@ BAD = {
     "ignore_eos": [1, None, "yes"],
     "min_tokens": [-1, True, 1.0, None],
     "logprobs": [-1, 21, True, 1.0],
+    "logprob_token_ids": [[], [1, 1], [-1], [1.0], "12", 5, list(range(129))],
+    "prompt_logprobs": [-1, 21, True, 1.0, "2"],
     "force_topk": [0, -1, True, 2.0],
     "golden_token_ids": [[], [-1], [True], "1"],
     "n": [0, 129, True, 1.0],

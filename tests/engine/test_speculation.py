@@ -80,8 +80,9 @@ class TellTale:
     def survival(self, scores: np.ndarray) -> np.ndarray:
         return scores[:, :1] ** np.arange(1, self.num_drafts + 1)
 
-    def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
-        assert 0 <= num_accepted <= num_verified <= self.num_drafts
+    def learn(self, scores: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
+        assert (0 <= num_accepted).all() and (num_accepted <= num_verified).all()
+        assert (1 <= num_verified).all() and (num_verified <= self.num_drafts).all()
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ class Roulette:
     def survival(self, scores: np.ndarray) -> np.ndarray:
         return np.cumprod(scores, axis=1)
 
-    def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
-        self.num_rounds += 1
+    def learn(self, scores: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
+        self.num_rounds += len(num_verified)
 
 
 def outputs(params: dict, drafter: Roulette, overlap: bool) -> list[list[int]]:

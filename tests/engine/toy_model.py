@@ -89,7 +89,7 @@ class ToyRunner:
         assert slots.min() >= self.block_size, "the null block was written"
         assert len(set(slots)) == len(slots), "two tokens share a physical slot"
         self.cache[slots] = token_ids
-        last_row_logits = {}
+        logits, wanted = {}, inputs.logits_rows.tolist()
         starts, room = inputs.query_start.tolist(), self.state.shape[1]
         for i, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
             chunk, at = token_ids[begin:end], positions[begin:end]
@@ -98,14 +98,14 @@ class ToyRunner:
             with np.errstate(over="ignore"):
                 sums = base + ((chunk + 1) * STATE_COEF[at]).cumsum()  # int64 arithmetic wraps around
             self.state[slot, at[-room:] % room] = sums[-room:]
-            context = int(inputs.context_lens[i])
-            where = np.arange(context)
+            where = np.arange(int(inputs.context_lens[i]))
             table = inputs.block_tables[i].numpy()
             history = self.cache[table[where // self.block_size] * self.block_size + where % self.block_size]
-            last_row_logits[end - 1] = logits_of(
-                weighted_sum(history, CACHE_COEF[:context]), int(sums[-1]), self.vocab_size
-            )
-        rows = [last_row_logits[row] for row in inputs.logits_rows.tolist()]
+            for row in (row for row in wanted if begin <= row < end):
+                context = int(positions[row]) + 1
+                seen = weighted_sum(history[:context], CACHE_COEF[:context])
+                logits[row] = logits_of(seen, int(sums[row - begin]), self.vocab_size)
+        rows = [logits[row] for row in wanted]
         return torch.from_numpy(np.array(rows, np.float32).reshape(len(rows), self.vocab_size))
 
 
