@@ -1,5 +1,5 @@
 // linear, rms_norm, rope, swiglu.
-#include "rows.h"
+#include "products.h"
 
 EXPORT void rms_norm(const float *x, i64 stride, const float *weight, float eps, i64 n, i64 dim, float *out) {
 #pragma omp parallel for if (n * dim > PARALLEL_WORK)
@@ -55,40 +55,31 @@ EXPORT void swiglu(const float *gate_up, float limit, i64 n, i64 inner, float *o
     }
 }
 
-// `count` rows of a weight from `first` on, stored as `linear` has them, as floats k apart.
-static void widen_rows(int kind, const char *weight, const uint8_t *scales, i64 first, i64 count, i64 k, float *out) {
-    for (i64 c = first; c < first + count; c++, out += k) {
-        if (kind == ROW_BF16) decode_row(ROW_BF16, weight + c * k * 2, k, out);
-        else decode_fp8((const uint8_t *)weight + c * k, scales + c / 32 * (k / 32), k, out);
-    }
-}
-
-EXPORT void widen(int kind, const char *weight, const uint8_t *scales, i64 k, i64 columns, float *out) {
+// A weight [columns, k] in BF16 or E4M3 as float32.
+EXPORT void widen(int kind, const void *weight, const uint8_t *scales, i64 k, i64 columns, float *out) {
+    const Weight w = {kind, weight, scales, k};
 #pragma omp parallel for if (k * columns > PARALLEL_WORK)
-    for (i64 c = 0; c < columns; c += 32) widen_rows(kind, weight, scales, c, MIN(32, columns - c), k, out + c * k);
+    for (i64 c = 0; c < columns; c += 32) decode_weight(&w, c, MIN(32, columns - c), out + c * k);
 }
 
-enum { LINEAR_COLUMNS = 16 };  // of one work item
-
-// x [n, k] with a weight [columns, k] as it is stored: float32 or BF16, or E4M3 with `scales`, E8M0 for 32 x 32 values. A
-// work item widens its rows of the weight once, for all rows of x.
-EXPORT int linear(const float *x, i64 stride, int kind, const char *weight, const uint8_t *scales, i64 n, i64 k,
+// x [n, k] with a weight [columns, k] as it is stored, which is read once for all rows of x.
+EXPORT int linear(const float *x, i64 stride, int kind, const void *weight, const uint8_t *scales, i64 n, i64 k,
                   i64 columns, float *out) {
-    const i64 blocks = (columns + LINEAR_COLUMNS - 1) / LINEAR_COLUMNS;
+    const Weight w = {kind, weight, scales, k};
+    const i64 blocks = (columns + BUFFER_ROWS - 1) / BUFFER_ROWS;
     const float **rows = malloc((n + 1) * sizeof *rows);
     int failed = !rows;
     for (i64 i = 0; i < n && !failed; i++) rows[i] = x + i * stride;
 #pragma omp parallel if (n * k * columns > PARALLEL_WORK)
     {
-        float *buffer = kind == ROW_F32 ? NULL : malloc((LINEAR_COLUMNS * k + 1) * sizeof *buffer);
-        if (kind != ROW_F32 && !buffer) failed = 1;
+        float *buffer = malloc((BUFFER_ROWS * k + 1) * sizeof *buffer);
+        if (!buffer) failed = 1;
 #pragma omp barrier
 #pragma omp for
         for (i64 block = 0; block < blocks; block++) {
             if (failed) continue;
-            const i64 c = block * LINEAR_COLUMNS, width = MIN(LINEAR_COLUMNS, columns - c);
-            if (buffer) widen_rows(kind, weight, scales, c, width, k, buffer);
-            dots(rows, n, buffer ? buffer : (const float *)weight + c * k, k, width, k, out + c, columns);
+            const i64 c = block * BUFFER_ROWS;
+            products(rows, n, &w, c, MIN(BUFFER_ROWS, columns - c), out + c, columns, buffer);
         }
         free(buffer);
     }

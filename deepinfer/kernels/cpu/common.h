@@ -24,7 +24,7 @@ typedef int64_t i64;
 // Multiply-adds below which starting threads costs more than it saves.
 #define PARALLEL_WORK 100000
 
-#ifdef __AVX512F__
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
 #define LANES 16
 #else
 #define LANES 8
@@ -114,7 +114,10 @@ INLINE void dot_tile(const int R, const float *const *a, const float *const *b, 
     for (i64 i = 0; i < whole; i += LANES) {
         vec bv[4];
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) bv[c] = load(b[c] + i);
+        for (int c = 0; c < 4; c++) {
+            bv[c] = load(b[c] + i);
+            IN_REGISTER(bv[c]);
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
             vec av = load(a[r] + i);

@@ -260,7 +260,7 @@ def moe_experts(
 ) -> Tensor:
     if not ready(w13, w2):
         return NotImplemented
-    weights = w13.data_ptr(), None, None, w2.data_ptr(), None, None
+    weights = w13.data_ptr(), None, w2.data_ptr(), None
     return _experts(x, chosen, gates, w2.shape, weights, limit, quantize_activations)
 
 
@@ -280,12 +280,12 @@ def moe_experts_fp4(
     experts, dim, half = w2.shape
     if not all(t.is_contiguous() and t.element_size() == 1 for t in stored) or dim % 32 or half % 16:
         return NotImplemented
-    weights = None, w13.data_ptr(), w13_scale.data_ptr(), None, w2.data_ptr(), w2_scale.data_ptr()
+    weights = tuple(t.data_ptr() for t in stored)
     return _experts(x, chosen, gates, (experts, dim, 2 * half), weights, limit, quantize_activations)
 
 
 def _experts(x, chosen, gates, shape, weights, limit, quantize_activations):
-    """shape: experts, D, I; weights: pointers to floats, packed values and scales (or None) of w13, then of w2."""
+    """shape: experts, D, I; weights: pointers to values and scales (None: the values are floats) of w13, then of w2."""
     kernels = functions()
     experts, dim, inner = shape
     if kernels is None or not ready(x, gates) or (quantize_activations and (dim % 32 or inner % 32)):

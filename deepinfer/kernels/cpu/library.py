@@ -40,7 +40,7 @@ SIGNATURES = {
     "pool_groups": "plpllplpllppplp",
     "lookup_drafts": "plppllllpp",
     "moe_gate": "!ppllllifpp",
-    "moe_experts": "!ppplllllppppppfip",
+    "moe_experts": "!ppplllllppppfip",
 }
 
 

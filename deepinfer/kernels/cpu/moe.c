@@ -1,5 +1,5 @@
 // Mixture of experts: gate, and the routed experts over float32 or packed FP4 weights (spec: model, section 6).
-#include "rows.h"
+#include "products.h"
 
 void fp8_round_trip(const float *x, i64 n, float *out);
 
@@ -34,23 +34,7 @@ EXPORT int moe_gate(const float *logits, const float *bias, i64 bias_stride, i64
     return failed;
 }
 
-enum { COLUMNS = 16 };  // output columns of one work item
-
-// One expert's matrix [rows, k]: floats, or E2M1 pairs with one E8M0 exponent a row and 32 columns.
-typedef struct {
-    const float *values;
-    const uint8_t *packed, *scales;
-    i64 rows, k;
-} Matrix;
-
-// Rows first .. first + count of an expert's matrix as floats k apart; decoded into `buffer` if they are packed.
-static const float *matrix_rows(const Matrix *m, i64 expert, i64 first, i64 count, float *buffer) {
-    const i64 row = expert * m->rows + first;
-    if (m->values) return m->values + row * m->k;
-    for (i64 r = row; r < row + count; r++)
-        decode_mxfp4(m->packed + r * (m->k / 2), m->scales + r * (m->k / 32), m->k, buffer + (r - row) * m->k);
-    return buffer;
-}
+enum { COLUMNS = BUFFER_ROWS };  // output columns of one work item
 
 // gate * silu(min(g, limit)) * clamp(u) of one token-expert pair, for columns [first, first + count).
 static void activate(const float *g, const float *u, float gate, float limit, i64 count, float *z) {
@@ -62,11 +46,10 @@ static void activate(const float *g, const float *u, float gate, float limit, i6
 }
 
 EXPORT int moe_experts(const float *x, const int32_t *chosen, const float *gates, i64 n, i64 k, i64 experts, i64 dim,
-                       i64 inner, const float *w13_values, const uint8_t *w13_packed, const uint8_t *w13_scales,
-                       const float *w2_values, const uint8_t *w2_packed, const uint8_t *w2_scales, float limit,
-                       int quantize, float *out) {
-    const Matrix w13 = {w13_values, w13_packed, w13_scales, 2 * inner, dim};
-    const Matrix w2 = {w2_values, w2_packed, w2_scales, dim, inner};
+                       i64 inner, const void *w13_values, const uint8_t *w13_scales, const void *w2_values,
+                       const uint8_t *w2_scales, float limit, int quantize, float *out) {
+    const Weight w13 = {w13_scales ? ROW_MXFP4 : ROW_F32, w13_values, w13_scales, dim};
+    const Weight w2 = {w2_scales ? ROW_MXFP4 : ROW_F32, w2_values, w2_scales, inner};
     const i64 pairs = n * k, up_blocks = (inner + COLUMNS - 1) / COLUMNS, down_blocks = (dim + COLUMNS - 1) / COLUMNS;
     // Pairs sorted by expert, rows ascending: pair p of the order is token token[p], weighted gate[p].
     i64 *first = calloc(experts + 1, sizeof *first), *token = malloc((pairs + 1) * sizeof *token);
@@ -115,8 +98,9 @@ EXPORT int moe_experts(const float *x, const int32_t *chosen, const float *gates
             const i64 count = first[e + 1] - start, width = MIN(COLUMNS, inner - column);
             if (!count) continue;
             float *up = result + count * COLUMNS;
-            dots(rows + start, count, matrix_rows(&w13, e, column, width, buffer), dim, width, dim, result, COLUMNS);
-            dots(rows + start, count, matrix_rows(&w13, e, inner + column, width, buffer), dim, width, dim, up, COLUMNS);
+            const i64 row = e * 2 * inner + column;  // of the gate's columns; those of `up` lie `inner` behind
+            products(rows + start, count, &w13, row, width, result, COLUMNS, buffer);
+            products(rows + start, count, &w13, row + inner, width, up, COLUMNS, buffer);
             for (i64 p = 0; p < count; p++)
                 activate(result + p * COLUMNS, up + p * COLUMNS, gate[start + p], limit, width,
                          z + (start + p) * inner + column);
@@ -131,7 +115,7 @@ EXPORT int moe_experts(const float *x, const int32_t *chosen, const float *gates
             for (i64 e = 0; e < experts; e++) {
                 const i64 start = first[e], count = first[e + 1] - start;
                 if (!count) continue;
-                dots(z_rows + start, count, matrix_rows(&w2, e, column, width, buffer), inner, width, inner, result, COLUMNS);
+                products(z_rows + start, count, &w2, e * dim + column, width, result, COLUMNS, buffer);
                 for (i64 p = 0; p < count; p++)
                     for (i64 c = 0; c < width; c++) out[token[start + p] * dim + column + c] += result[p * COLUMNS + c];
             }

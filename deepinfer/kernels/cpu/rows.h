@@ -29,87 +29,108 @@ INLINE float e2m1_value(uint32_t code) {
     return as_float((magnitude > 1 ? normal : magnitude ? 0x3f000000u : 0u) | sign);
 }
 
-// 16 bytes of E2M1 pairs -> 32 values, low nibble first; one scale for each half.
-INLINE void decode_e2m1_32(const uint8_t *packed, float scale0, float scale1, float *out) {
+INLINE vec bf16_lanes(const uint16_t *values) {
+#if LANES == 16
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values)), 16);
+#elif defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)values)), 16);
+#else
+    float out[LANES];
+    for (int i = 0; i < LANES; i++) out[i] = as_float((uint32_t)values[i] << 16);
+    return load(out);
+#endif
+}
+
+// The bits of a byte, moved up, are those of its value times 2^-8 in half precision; NaN is put in.
+INLINE vec e4m3_lanes(const uint8_t *bytes) {
+#if LANES == 16
+    const __m256i nan = _mm256_set1_epi16(0x7f), wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)bytes));
+    const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
+    const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(wide, nan), nan);
+    return (vec)_mm512_cvtph_ps(_mm256_mask_mov_epi16(bits, is_nan, _mm256_set1_epi16(0x7e00))) * 256.0f;
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i nan = _mm_set1_epi16(0x7f), wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)bytes));
+    const __m128i bits = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbf80));
+    const __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(wide, nan), nan);
+    return (vec)_mm256_cvtph_ps(_mm_blendv_epi8(bits, _mm_set1_epi16(0x7e00), is_nan)) * 256.0f;
+#else
+    float out[LANES];
+#pragma omp simd
+    for (int i = 0; i < LANES; i++) out[i] = e4m3_value(bytes[i]);
+    return load(out);
+#endif
+}
+
+enum { GROUP = 32 / LANES };  // vectors of 32 values
+
+// 16 bytes of E2M1 pairs -> 32 values, low nibble first.
+INLINE void e2m1_group(const uint8_t *packed, vec out[GROUP]) {
 #if defined(__AVX2__)
     // Look-ups read the low bits of an index only, so the other nibble may stay in it.
     const __m128i bytes = _mm_loadu_si128((const __m128i *)packed), shifted = _mm_srli_epi16(bytes, 4);
     const __m128i codes[2] = {_mm_unpacklo_epi8(bytes, shifted), _mm_unpackhi_epi8(bytes, shifted)};
 #endif
-#if defined(__AVX512F__)
+#if LANES == 16
     const __m512 table = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-    for (int half = 0; half < 2; half++) {
-        const __m512 value = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes[half]), table);
-        _mm512_storeu_ps(out + 16 * half, _mm512_mul_ps(value, _mm512_set1_ps(half ? scale1 : scale0)));
-    }
+    for (int v = 0; v < 2; v++) out[v] = (vec)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes[v]), table);
 #elif defined(__AVX2__)
     const __m256 table = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
     const __m256i sign = _mm256_set1_epi32((int)0x80000000u);
-    for (int part = 0; part < 4; part++) {
-        const __m128i eight = part % 2 ? _mm_srli_si128(codes[part / 2], 8) : codes[part / 2];
-        const __m256i code = _mm256_cvtepu8_epi32(eight);
-        const __m256 factor = _mm256_set1_ps(part < 2 ? scale0 : scale1);
-        const __m256 value = _mm256_mul_ps(_mm256_permutevar8x32_ps(table, code), factor);
+    for (int v = 0; v < 4; v++) {
+        const __m256i code = _mm256_cvtepu8_epi32(v % 2 ? _mm_srli_si128(codes[v / 2], 8) : codes[v / 2]);
         const __m256i negative = _mm256_and_si256(_mm256_slli_epi32(code, 28), sign);
-        _mm256_storeu_ps(out + 8 * part, _mm256_xor_ps(value, _mm256_castsi256_ps(negative)));
+        out[v] = (vec)_mm256_xor_ps(_mm256_permutevar8x32_ps(table, code), _mm256_castsi256_ps(negative));
     }
 #else
+    float values[32];
     for (int i = 0; i < 16; i++) {
-        out[2 * i] = e2m1_value(packed[i] & 15) * (i < 8 ? scale0 : scale1);
-        out[2 * i + 1] = e2m1_value(packed[i] >> 4) * (i < 8 ? scale0 : scale1);
+        values[2 * i] = e2m1_value(packed[i] & 15);
+        values[2 * i + 1] = e2m1_value(packed[i] >> 4);
     }
+    for (int v = 0; v < GROUP; v++) out[v] = load(values + v * LANES);
 #endif
 }
-INLINE void decode_mxfp4(const uint8_t *packed, const uint8_t *scales, i64 dim, float *out) {
+
+// Values 32 g to 32 g + 31 of a row. Scales: E8M0 for 32 values (FP8, MXFP4), E4M3 for 16 (NVFP4).
+INLINE void decode_group(const int kind, const uint8_t *values, const uint8_t *scales, i64 g, vec out[GROUP]) {
+    if (kind == ROW_BF16) {
+        for (int v = 0; v < GROUP; v++) out[v] = bf16_lanes((const uint16_t *)values + 32 * g + v * LANES);
+        return;
+    }
+    float scale[2];
+    if (kind == ROW_NVFP4)
+        for (int half = 0; half < 2; half++) scale[half] = e4m3_value(scales[2 * g + half]);
+    else scale[0] = scale[1] = e8m0_value(scales[g]);
+    if (kind == ROW_FP8)
+        for (int v = 0; v < GROUP; v++) out[v] = e4m3_lanes(values + 32 * g + v * LANES);
+    else e2m1_group(values + 16 * g, out);
+    for (int v = 0; v < GROUP; v++) out[v] *= scale[2 * v / GROUP];
+}
+
+INLINE void decode_groups(const int kind, const uint8_t *values, const uint8_t *scales, i64 dim, float *out) {
     for (i64 g = 0; g < dim / 32; g++) {
-        const float scale = e8m0_value(scales[g]);
-        decode_e2m1_32(packed + 16 * g, scale, scale, out + 32 * g);
+        vec group[GROUP];
+        decode_group(kind, values, scales, g, group);
+        for (int v = 0; v < GROUP; v++) store(out + 32 * g + v * LANES, group[v]);
     }
 }
 
-// E4M3 bytes with an E8M0 scale for 32 of them.
-INLINE void decode_fp8(const uint8_t *bytes, const uint8_t *scales, i64 dim, float *out) {
-    for (i64 g = 0; g < dim / 32; g++) {
-        const float scale = e8m0_value(scales[g]);
-#if defined(__AVX2__) && defined(__F16C__)
-        // The bits of a byte, moved up, are those of its value times 2^-8 in half precision; NaN is put in.
-        const __m256 to_value = _mm256_set1_ps(256.0f), factor = _mm256_set1_ps(scale);
-        for (int half = 0; half < 2; half++) {
-            const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(bytes + 32 * g + 16 * half)));
-            const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
-            const __m256i sign = _mm256_slli_epi16(_mm256_andnot_si256(_mm256_set1_epi16(0x7f), wide), 8);
-            const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f));
-            const __m256i nan = _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00));
-            const __m256i bits = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign), nan);
-            const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(bits));
-            const __m256 high = _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
-            _mm256_storeu_ps(out + 32 * g + 16 * half, _mm256_mul_ps(_mm256_mul_ps(low, to_value), factor));
-            _mm256_storeu_ps(out + 32 * g + 16 * half + 8, _mm256_mul_ps(_mm256_mul_ps(high, to_value), factor));
-        }
-#else
-#pragma omp simd
-        for (int i = 0; i < 32; i++) out[32 * g + i] = e4m3_value(bytes[32 * g + i]) * scale;
-#endif
-    }
-}
-
-static inline __attribute__((unused)) void decode_row(int kind, const void *row, i64 dim, float *out) {
-    const uint8_t *bytes = row;
+// `dim` values of a row, 32 at a time where they are packed.
+static inline __attribute__((unused)) void decode_values(
+    int kind, const uint8_t *values, const uint8_t *scales, i64 dim, float *out) {
     switch (kind) {
-    case ROW_F32: memcpy(out, row, dim * sizeof(float)); break;
+    case ROW_F32: memcpy(out, values, dim * sizeof(float)); break;
     case ROW_BF16:
-#pragma omp simd
-        for (i64 i = 0; i < dim; i++) out[i] = as_float((uint32_t)((const uint16_t *)row)[i] << 16);
+        decode_groups(ROW_BF16, values, NULL, dim, out);
+        for (i64 i = dim - dim % 32; i < dim; i++) out[i] = as_float((uint32_t)((const uint16_t *)values)[i] << 16);
         break;
-    case ROW_FP8:
-        decode_fp8(bytes, bytes + dim, dim, out);
-        break;
-    case ROW_MXFP4: decode_mxfp4(bytes, bytes + dim / 2, dim, out); break;
-    case ROW_NVFP4: {
-        const uint8_t *scales = bytes + dim / 2;
-        for (i64 g = 0; g < dim / 32; g++)
-            decode_e2m1_32(bytes + 16 * g, e4m3_value(scales[2 * g]), e4m3_value(scales[2 * g + 1]), out + 32 * g);
-        break;
+    case ROW_FP8: decode_groups(ROW_FP8, values, scales, dim, out); break;
+    case ROW_MXFP4: decode_groups(ROW_MXFP4, values, scales, dim, out); break;
+    case ROW_NVFP4: decode_groups(ROW_NVFP4, values, scales, dim, out); break;
     }
-    }
+}
+
+// A row of a cache: its scales follow its values.
+static inline __attribute__((unused)) void decode_row(int kind, const void *row, i64 dim, float *out) {
+    decode_values(kind, row, (const uint8_t *)row + (kind == ROW_FP8 ? dim : dim / 2), dim, out);
 }
