@@ -13,10 +13,16 @@ from deepinfer.structured.vocabulary import Vocabulary
 
 BACKENDS = ("llguidance", "xgrammar")
 TOO_COMPLEX = "so_args.schema is too complex"
+BUSY = "so_args: too many grammars wait to be compiled, ask again later"
 
 
 class Automaton(Protocol):
     """Where one sequence is in its grammar. A bit of a mask is a token id, from the lowest bit of word 0 on."""
+
+    @property
+    def exhausted(self) -> str | None:
+        """Why the library can go no further here, whatever the grammar allows."""
+        ...
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """Take tokens in, up to the first that the grammar forbids; -> how many they were."""

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from deepinfer.structured.backend import Backend, Result, make_backend
+from deepinfer.structured.backend import BUSY, Backend, Result, make_backend
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.faults import placed
 from deepinfer.structured.matcher import Grammar
 from deepinfer.structured.priority import join_politely
 from deepinfer.structured.sandbox import Sandbox, SandboxError, TooSlowError
+from deepinfer.structured.trial import try_out
 from deepinfer.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ CACHED_GRAMMARS = 256
 CACHED_BYTES = 16 * 1024 * 1024  # of schemas; what a library makes of them is some hundred times as much at most
 MAX_WAITING = 16_384
 FIRST_SECONDS = 0.25  # that a first attempt may take
+FAIR_SECONDS = 3.0  # behind which every second first attempt is that of the oldest
+PATIENCE_SECONDS = 60.0  # that a schema may have waited when its turn comes
 REFUSED_SECONDS = 300.0  # that a schema which was refused after a slow attempt stays refused
 _Key = tuple[str, str]
 
@@ -36,6 +39,7 @@ class _Job:
 
     key: _Key
     constraint: Constraint
+    arrival: float = field(default_factory=time.monotonic)
     waiters: dict[Future[Grammar], Constraint] = field(default_factory=dict)
     outcome: Grammar | BaseException | None = None
     forget_at: float = math.inf  # of time.monotonic
@@ -51,7 +55,7 @@ class GrammarCompiler:
 
     A sandbox also writes the grammar: nothing of that holds the GIL here. What a grammar library then does, without the
     GIL, runs on a thread that gets what the others leave. What is not written in a short time is written by another
-    worker, behind all others that were as slow.
+    worker, behind all others that were as slow. Who has waited too long by then is told to ask again later.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class GrammarCompiler:
         self._new: dict[_Job, None] = {}  # in the order of their arrival
         self._slow: dict[_Job, None] = {}
         self._num_waiting = 0
+        self._took_oldest = False
         self._first_worker = ThreadPoolExecutor(1, "deepinfer-grammar")
         self._slow_worker = ThreadPoolExecutor(1, "deepinfer-slow-grammar")
 
@@ -96,8 +101,8 @@ class GrammarCompiler:
             job = self._cache.get(key)
             if job is None or job.forget_at < time.monotonic():
                 if self._num_waiting >= MAX_WAITING:
-                    raise ValueError("so_args: too many grammars wait to be compiled, ask again later")
-                self._first_worker.submit(self._try_newest)
+                    raise ValueError(BUSY)
+                self._first_worker.submit(self._try_first)
                 job = self._cache[key] = _Job(key, body)
                 self._new[job] = None
                 self._num_waiting += 1
@@ -119,12 +124,18 @@ class GrammarCompiler:
             if not job.waiters and (job in self._new or job in self._slow):
                 self._end(job, None)
 
-    def _try_newest(self) -> None:
-        """The newest first, in little time: so a usual grammar is there soon, however many slow ones wait."""
+    def _try_first(self) -> None:
+        """The newest first, in little time: so a usual grammar is there soon, however many slow ones wait.
+
+        When many keep coming, half of the attempts are for those that have waited longest.
+        """
         with self._lock:
             if not self._new:
                 return  # nobody waits any more
-            job, _ = self._new.popitem()
+            oldest = next(iter(self._new))
+            self._took_oldest = not self._took_oldest and time.monotonic() - oldest.arrival > FAIR_SECONDS
+            job = oldest if self._took_oldest else next(reversed(self._new))
+            del self._new[job]
         try:
             try:
                 self._finish(job, self._build(job.constraint, FIRST_SECONDS))
@@ -148,6 +159,9 @@ class GrammarCompiler:
                 return
             job = next(iter(self._slow))
             del self._slow[job]
+        if time.monotonic() - job.arrival > PATIENCE_SECONDS:
+            self._finish(job, ValueError(BUSY))
+            return
         try:
             self._finish(job, self._build(job.constraint, math.inf))
         except SandboxError as error:
@@ -184,6 +198,8 @@ class GrammarCompiler:
         assert self._vocabulary is not None
         try:
             compiled = self._backend.build(self._backend.write(constraint) if written is None else written, run_aside)
+            if written is None:
+                try_out(compiled, self._vocabulary.num_words, self._vocabulary.eos_token_ids)
         except ValueError as error:
             raise placed(error, constraint, self._backend) from None
         except BaseException as error:  # a library's fault (a panic is no Exception) is no reason to stop serving

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llguidance
 import numpy as np
 
-from deepinfer.structured.backend import TOO_COMPLEX, Automaton, GrammarError, Run, at_once
+from deepinfer.structured.backend import TOO_COMPLEX, GrammarError, Run, at_once, fill_behind
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.lark import to_lark
 from deepinfer.structured.vocabulary import Vocabulary
@@ -24,6 +24,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,  # they would tell the log what the output is
 }
 MOST_THREADS = 8  # that fill masks
+_FULL = "too many states"
 
 
 class LLGuidanceBackend:
@@ -43,12 +44,16 @@ class LLGuidanceBackend:
         return to_lark(constraint, self._eos_token_ids)
 
     def build(self, grammar: str, run: Run = at_once) -> LLGuidanceGrammar:
-        matcher = run(lambda: llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits))
+        def new() -> llguidance.LLMatcher:
+            return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+
+        matcher = run(new)
         if matcher.is_error():
             raise ValueError(f"so_args.schema: {_reason(matcher)}")
+        compiled = LLGuidanceGrammar(matcher, new, self._num_words)
         try:
             row = np.zeros(self._num_words, np.int32)
-            automaton = LLGuidanceAutomaton(matcher.deep_copy())
+            automaton = compiled.automaton()
             automaton.fill_mask(row)
         except GrammarError as error:
             raise ValueError(f"so_args.schema: {error}") from None
@@ -57,13 +62,20 @@ class LLGuidanceBackend:
         token_id = int(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[-1])
         if token_id not in self._eos_token_ids and not automaton.accept((token_id,)):
             raise ValueError(TOO_COMPLEX)  # of its limits, accepting alone knows some
-        return LLGuidanceGrammar(matcher)
+        return compiled
 
     def accept(self, automata: Sequence[LLGuidanceAutomaton], token_ids: Sequence[Sequence[int]]) -> list[int]:
         if any(len(tokens) != 1 for tokens in token_ids):
             return [automaton.accept(tokens) for automaton, tokens in zip(automata, token_ids, strict=True)]
         pairs = [(automaton.matcher, tokens[0]) for automaton, tokens in zip(automata, token_ids, strict=True)]
-        return list(map(int, self._executor.consume_token_par(pairs)))
+        counts = list(map(int, self._executor.consume_token_par(pairs)))
+        for number, automaton in enumerate(automata):
+            if counts[number]:
+                automaton.token_ids += token_ids[number]
+            else:  # why, only try_consume tells
+                automaton.begin_again()
+                counts[number] = automaton.accept(token_ids[number])
+        return counts
 
     def fill_masks(
         self,
@@ -81,35 +93,85 @@ class LLGuidanceBackend:
         alone = [(m, row) for m, row, tokens in zip(matchers, rows, drafts, strict=True) if not tokens]
         if alone:
             self._executor.unsafe_compute_mask_ptr(alone, *target)
-        return [(i, _reason(matcher)) for i, matcher in enumerate(matchers) if matcher.is_error()]
+        failures = []
+        for i, matcher in enumerate(matchers):
+            if matcher.is_error():
+                try:
+                    automata[i].begin_again()
+                    fill_behind(automata[i], drafts[i], bitmask[rows[i] : rows[i] + 1 + len(drafts[i])])
+                except GrammarError as error:
+                    failures.append((i, str(error)))
+        return failures
 
 
 class LLGuidanceGrammar:
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        self._matcher = matcher
+    """Its matchers are copies of `root`. They share the states of one lexer, whose number is limited for good."""
 
-    def automaton(self) -> Automaton:
-        return LLGuidanceAutomaton(self._matcher.deep_copy())
+    def __init__(self, root: llguidance.LLMatcher, new: Callable[[], llguidance.LLMatcher], num_words: int) -> None:
+        self.root, self._new, self.num_words = root, new, num_words
+
+    def automaton(self) -> LLGuidanceAutomaton:
+        return LLGuidanceAutomaton(self)
+
+    def replace(self, full: llguidance.LLMatcher) -> None:
+        """Go on with a new lexer, which knows no states yet, unless that has been done."""
+        if self.root is full:
+            self.root = self._new()
 
 
 class LLGuidanceAutomaton:
-    __slots__ = ("matcher",)
+    __slots__ = ("matcher", "token_ids", "_grammar", "_root")
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        self.matcher = matcher
+    def __init__(self, grammar: LLGuidanceGrammar) -> None:
+        self.token_ids: list[int] = []  # that were accepted
+        self._grammar, self._root = grammar, grammar.root
+        self.matcher = self._root.deep_copy()
+
+    @property
+    def exhausted(self) -> str | None:
+        return _reason(self.matcher) if self.matcher.is_error() else None
 
     def accept(self, token_ids: Sequence[int]) -> int:
+        count = self._accept(token_ids)
+        if self._is_full:
+            self.begin_again()
+            count += self._accept(token_ids[count:])
+        return count
+
+    def _accept(self, token_ids: Sequence[int]) -> int:
         # try_consume leaves the matcher usable where consume would break it.
-        return self.matcher.try_consume_tokens(list(token_ids))
+        count = self.matcher.try_consume_tokens(list(token_ids))
+        self.token_ids += token_ids[:count]
+        return count
 
     def fill_mask(self, row: np.ndarray) -> None:
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._is_full:
+            self.begin_again()
+            self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self.matcher.is_error():
             raise GrammarError(_reason(self.matcher))
 
     def rollback(self, num_tokens: int) -> None:
-        if num_tokens and not self.matcher.rollback(num_tokens):
+        if not num_tokens:
+            return
+        del self.token_ids[-num_tokens:]
+        if not self.matcher.rollback(num_tokens):
             raise GrammarError(_reason(self.matcher))
+
+    @property
+    def _is_full(self) -> bool:
+        return self.matcher.is_error() and _FULL in self.matcher.get_error()
+
+    def begin_again(self) -> None:
+        """Behind the same tokens, after an error; if the lexer is full, without what it met in other texts."""
+        if self._is_full:
+            self._grammar.replace(self._root)
+        self._root = self._grammar.root
+        self.matcher = self._root.deep_copy()
+        self.matcher.try_consume_tokens(self.token_ids)
+        row = np.empty(self._grammar.num_words, np.int32)
+        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)  # some limits are of a step with its mask
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:

@@ -15,6 +15,7 @@ from deepinfer.structured.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 EVERYTHING = -1  # a word of ones
 STRUCTURED_OUTPUT = "structured output: "  # errors of a request whose grammar cannot go on begin so
+GRAMMAR_LIMIT = "grammar_limit"  # stop reason of a sequence whose grammar became too complex
 
 
 class Grammar:
@@ -43,13 +44,26 @@ class Grammar:
 class Matcher:
     """Where one sequence is. Used by one thread at a time.
 
-    A matcher that has `failed` allows nothing any more: its sequence ends with an error, which `failed` is.
+    A matcher that has `failed` allows nothing any more: its sequence ends with an error, which `failed` is, or as it is
+    if only the grammar library is `exhausted`: what was written so far is right.
     """
 
-    __slots__ = ("grammar", "_failed", "_trigger", "_bound", "_recent", "_forced", "_automaton", "_unread", "_free")
+    __slots__ = (
+        "grammar",
+        "exhausted",
+        "_failed",
+        "_trigger",
+        "_bound",
+        "_recent",
+        "_forced",
+        "_automaton",
+        "_unread",
+        "_free",
+    )
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
+        self.exhausted = False
         self._failed: str | None = None
         self._trigger = grammar.constraint.trigger_token_ids
         self._bound = grammar.constraint.bound_token_id
@@ -88,6 +102,10 @@ class Matcher:
         logger.error("a grammar failed: %s", reason)
         self._failed = STRUCTURED_OUTPUT + reason
 
+    def exhaust(self, reason: str) -> None:
+        logger.warning("a grammar became too complex: %s", reason)
+        self._failed, self.exhausted = STRUCTURED_OUTPUT + reason, True
+
     def fill_masks(self, drafts: Sequence[int], rows: np.ndarray) -> None:
         """`fill_masks` of this matcher alone, into int32 [1 + len(drafts), W]."""
         fill_masks([(self, 0, drafts)], rows)
@@ -100,7 +118,7 @@ class Matcher:
                 try:
                     fill_behind(self._automaton, drafts[position:], rows[position:])
                 except GrammarError as error:
-                    self.fail(str(error))
+                    self.exhaust(str(error))
                 break
             if self._forced is None:
                 row[:] = self.grammar.free_row
@@ -137,7 +155,7 @@ def fill_masks(wanted: Sequence[tuple[Matcher, int, Sequence[int]]], bitmask: np
     matchers, rows, all_drafts = zip(*active, strict=True)
     backend = matchers[0].grammar.backend
     for number, reason in backend.fill_masks([m._automaton for m in matchers], all_drafts, rows, bitmask):
-        matchers[number].fail(reason)
+        matchers[number].exhaust(reason)
         bitmask[rows[number]] = 0
 
 
@@ -157,7 +175,10 @@ def _catch_up(matchers: Sequence[Matcher]) -> None:
     counts = behind[0].grammar.backend.accept([matcher._automaton for matcher in behind], unread)
     for matcher, token_ids, count in zip(behind, unread, counts, strict=True):
         matcher._unread = []
-        if count < len(token_ids):
+        reason = matcher._automaton.exhausted
+        if reason is not None:
+            matcher.exhaust(reason)
+        elif count < len(token_ids):
             matcher.fail(f"token {token_ids[count]} is not allowed here")
 
 

@@ -23,16 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.priority import wait_eagerly
 
 MEMORY_BYTES = 2 << 30
 START_SECONDS = 120.0
 CPU_SECONDS = 1.0  # that compiling may take
-MASK_SECONDS = 0.05  # of CPU that the mask of a step may take
-TRIED_STEPS = 16
 Answer = tuple[str | None, str | None]  # what is wrong, or the grammar; neither if it takes too long
 
 
@@ -114,39 +110,27 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 
 def main(path: str, size: str, eos_token_ids: str, backend_name: str) -> None:
-    from deepinfer.structured.backend import TOO_COMPLEX, GrammarError, make_backend
+    from deepinfer.structured.backend import make_backend
     from deepinfer.structured.faults import placed
     from deepinfer.structured.loading import load_vocabulary
+    from deepinfer.structured.trial import try_out
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     eos = [int(text) for text in eos_token_ids.split(",") if text]
-    backend = make_backend(backend_name, load_vocabulary(Path(path), int(size), eos))
-    row = np.zeros((int(size) + 31) // 32, np.int32)
+    vocabulary = load_vocabulary(Path(path), int(size), eos)
+    backend = make_backend(backend_name, vocabulary)
 
     def check(constraint: Constraint) -> str:
         start = time.process_time()
         try:
             grammar = backend.write(constraint)
-            automaton = backend.build(grammar).automaton()
+            compiled = backend.build(grammar)
         except ValueError as error:
             raise placed(error, constraint, backend) from None
         if time.process_time() - start > CPU_SECONDS:
             raise ValueError("so_args.schema is too complex: compiling it takes too long")
-        for _ in range(TRIED_STEPS):
-            start = time.process_time()
-            try:
-                automaton.fill_mask(row)
-            except GrammarError as error:
-                raise ValueError(f"{TOO_COMPLEX}: {error}") from None
-            if time.process_time() - start > MASK_SECONDS:
-                raise ValueError("so_args.schema is too complex: it would slow down every step")
-            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-            token_id = int(allowed[len(allowed) // 2]) if len(allowed) else eos[0]
-            if token_id in eos:
-                break
-            if not automaton.accept((token_id,)):  # a limit of the library that masks do not notice
-                raise ValueError(TOO_COMPLEX)
+        try_out(compiled, vocabulary.num_words, eos)
         return grammar
 
     def judge(so_args: dict[str, Any]) -> Answer:

@@ -118,6 +118,7 @@ class XGrammarGrammar:
 
 class XGrammarAutomaton:
     __slots__ = ("matcher",)
+    exhausted: str | None = None
 
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher

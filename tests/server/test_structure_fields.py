@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from deepinfer.server.structure import BUSY_SECONDS, structure_error
+from deepinfer.structured.backend import BUSY
 from tests.server.process import MODEL, Server
 from tests.server.test_bad_bodies import BODIES, check_error, post
 
@@ -165,3 +167,9 @@ def test_a_strict_schema_is_named_by_its_path(server: Server, schema: Any) -> No
     chat = {"response_format": {"type": "json_schema", "json_schema": wanted}}
     refused(server, CHAT, chat, "response_format.json_schema.schema")
     refused(server, RESPONSES, {"text": {"format": {"type": "json_schema", **wanted}}}, "text.format.schema")
+
+
+def test_a_compiler_with_too_much_to_do_is_not_the_requests_fault() -> None:
+    error = structure_error(ValueError(BUSY), "guided_json")
+    assert (error.status, error.param, error.retry_after) == (429, "guided_json", BUSY_SECONDS)
+    assert error.message == "guided_json: too many grammars wait to be compiled, ask again later"

@@ -21,6 +21,9 @@ from deepinfer.structured.vocabulary import Vocabulary
 
 NANO = Path(deepinfer.__file__).parent / "checkpoints" / "nano"
 VOCAB_SIZE, EOS = 8192, 1
+REPEATED: dict[str, Any] = {"type": "const_string", "value": "a"}  # too complex for any step
+for _ in range(2):
+    REPEATED = {"type": "repeat", "content": REPEATED, "min": 9999, "max": 10_000}
 
 
 @functools.cache
@@ -43,6 +46,10 @@ def compiled(so_args: dict[str, Any], name: str = "llguidance") -> Grammar:
     constraint = Constraint.from_so_args(so_args)
     library = backend(name)
     return Grammar(constraint, library.build(library.write(constraint)), library, vocabulary())
+
+
+def tag(node: dict[str, Any]) -> dict[str, Any]:
+    return {"schema_type": "structural_tag", "schema": {"type": "structural_tag", "format": node}}
 
 
 def allowed(matcher: Matcher) -> set[int]:

@@ -26,8 +26,8 @@ from deepinfer.structured.compiler import GrammarCompiler
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.llguidance_backend import LLGuidanceBackend
 from deepinfer.structured.priority import NICENESS, join_politely
-from deepinfer.structured.sandbox import Sandbox
-from tests.structured.grammars import EOS, NANO, VOCAB_SIZE, allowed, tokenizer, vocabulary
+from deepinfer.structured.sandbox import Sandbox, TooSlowError
+from tests.structured.grammars import EOS, NANO, REPEATED, VOCAB_SIZE, allowed, tag, tokenizer, vocabulary
 
 REGEX = {"schema_type": "regex", "schema": "[a-c]{3}"}
 TOO_COMPLEX = {
@@ -123,6 +123,12 @@ def test_the_sandbox_lets_through_what_is_fine_and_says_what_is_not() -> None:
     guarded.close()
 
 
+def test_without_a_sandbox_the_walk_is_the_same(grammars: GrammarCompiler) -> None:
+    late = {"type": "sequence", "elements": [{"type": "regex", "pattern": "[0-9]{3}"}, REPEATED]}
+    with pytest.raises(ValueError, match="^so_args.schema is too complex"):
+        grammars.compile(tag(late)).result(20)
+
+
 def test_a_fork_ends_though_nobody_is_left_to_kill_it() -> None:
     code = "from deepinfer.structured.sandbox import in_child; "
     code += "in_child(lambda: print(1, flush=True) or str(any(iter(int, 1))), 1.0)"
@@ -187,6 +193,47 @@ def test_a_usual_schema_passes_slow_ones_and_nobody_compiles_for_those_who_left(
         time.sleep(0.01)
         assert time.monotonic() - start < 10  # those that had begun; all of them take longer
     assert guarded.compile({"schema_type": "regex", "schema": "newer"}).result(60)
+
+
+@pytest.mark.parametrize(("fair_seconds", "order"), [(60.0, "aedcb"), (0.0, "aebdc")])
+def test_those_who_have_waited_long_get_every_second_attempt(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, fair_seconds: float, order: str
+) -> None:
+    go, tried = threading.Event(), []
+    monkeypatch.setattr(compiler_module, "FAIR_SECONDS", fair_seconds)
+
+    def build(constraint: Constraint, seconds: float) -> Any:
+        assert go.wait(20)
+        tried.append(constraint.schema)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(grammars, "_build", build)
+    waiting = []
+    for text in "abcde":
+        waiting.append(grammars.compile({"schema_type": "regex", "schema": text}))
+        while "a" in {job.constraint.schema for job in list(grammars._new)}:  # until the first has begun
+            time.sleep(0.001)
+        time.sleep(0.001)
+    go.set()
+    for future in waiting:
+        assert "enough" in str(future.exception(20))
+    assert "".join(tried) == order
+
+
+def test_who_has_waited_too_long_is_told_to_ask_again(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "PATIENCE_SECONDS", 0.0)
+
+    def build(constraint: Constraint, seconds: float) -> Any:
+        assert seconds == compiler_module.FIRST_SECONDS
+        raise TooSlowError("slow")
+
+    monkeypatch.setattr(grammars, "_build", build)
+    with pytest.raises(ValueError, match="^so_args: too many grammars wait"):
+        grammars.compile(REGEX).result(20)
+    monkeypatch.undo()
+    assert grammars.compile(REGEX).result(20) and grammars.num_waiting == 0  # it is not remembered
 
 
 def test_that_a_schema_was_too_slow_is_remembered_for_a_while(

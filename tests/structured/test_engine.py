@@ -14,7 +14,7 @@ import pytest
 from deepinfer import LLM, SamplingParams
 from deepinfer.engine.engine import Engine
 from deepinfer.outputs import RequestOutput
-from tests.structured.grammars import EOS, NANO, generated_schema, tokenizer
+from tests.structured.grammars import EOS, NANO, REPEATED, generated_schema, tag, tokenizer
 
 PERSON = {
     "type": "object",
@@ -175,6 +175,29 @@ def test_when_nothing_is_left_the_request_ends_with_an_error_and_no_other(llm: L
     assert outputs[1].outputs[0].finish_reason == "error"
     assert outputs[0].error is None and holds(outputs[0].outputs[0].text, REGEX)
     assert outputs[2].error is None and len(outputs[2].outputs[0].token_ids) == 30
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_grammar_that_becomes_too_complex_leaves_what_was_written(llm: LLM) -> None:
+    """What no library can go on with ends as if max_tokens had come; its siblings and the others go on."""
+    elements = [{"type": "regex", "pattern": "[0-9]{60}"}, REPEATED]
+    node = {
+        "type": "or",
+        "elements": [{"type": "sequence", "elements": elements}, {"type": "regex", "pattern": "[a-c]{9}"}],
+    }
+    so_args = tag(node)
+    digits = [i for i in range(8192) if re.fullmatch(rb"[0-9]", tokenizer().bytes_of(i))]
+    bias = dict.fromkeys(digits, 6.0)
+    params = SamplingParams(temperature=1, max_tokens=200, seed=1, so_args=so_args, n=6, logit_bias=bias)
+    outputs = llm.generate(["x", "y"], [params, SamplingParams(temperature=0, max_tokens=60, so_args=REGEX)])
+    assert outputs[0].error is None and outputs[1].error is None and holds(outputs[1].outputs[0].text, REGEX)
+    cut = [c for c in outputs[0].outputs if c.finish_reason == "length"]
+    assert 0 < len(cut) < 6
+    for completion in outputs[0].outputs:
+        if completion in cut:
+            assert completion.stop_reason == "grammar_limit" and re.fullmatch("[0-9]{60}a?", completion.text)
+        else:
+            assert completion.finish_reason == "stop" and re.fullmatch("[a-c]{9}", completion.text)
     assert not llm.engine.has_unfinished_requests()
 
 

@@ -11,16 +11,9 @@ import pytest
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.lark import MAX_CHOICES
 from deepinfer.structured.sandbox import Sandbox
-from tests.structured.grammars import EOS, NANO, VOCAB_SIZE, accepts, compiled
+from tests.structured.grammars import EOS, NANO, REPEATED, VOCAB_SIZE, accepts, compiled, tag
 
 CHOICES = ["".join(letters) for letters in itertools.product("abcdefghijklmnopqrst", repeat=4)][::8]
-REPEATED: dict[str, Any] = {"type": "const_string", "value": "a"}
-for _ in range(2):
-    REPEATED = {"type": "repeat", "content": REPEATED, "min": 9999, "max": 10_000}
-
-
-def tag(node: dict[str, Any]) -> dict[str, Any]:
-    return {"schema_type": "structural_tag", "schema": {"type": "structural_tag", "format": node}}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.structured.matcher import EVERYTHING, Matcher, fill_masks
+from deepinfer.structured import llguidance_backend
+from deepinfer.structured.constraint import Constraint
+from deepinfer.structured.matcher import EVERYTHING, Grammar, Matcher, fill_masks
 from tests.structured.grammars import EOS, allowed, compiled, feed, tokenizer, vocabulary
 
 SCHEMA = json.dumps(
@@ -134,16 +136,13 @@ def test_a_token_that_was_not_allowed_makes_it_fail_once_and_for_all() -> None:
     matcher = compiled({"schema_type": "regex", "schema": "ab"}).matcher()
     matcher.accept(tokenizer().encode_text("b")[0])
     assert matcher.failed and "not allowed" in matcher.failed and allowed(matcher) == set()
+    assert not matcher.exhausted
     mask = np.full((2, WORDS), EVERYTHING, np.int32)
     fill_masks([(matcher, 1, ())], mask)
     assert not mask[1].any() and (mask[0] == EVERYTHING).all()
 
 
 def test_a_grammar_that_becomes_too_complex_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepinfer.structured import llguidance_backend
-    from deepinfer.structured.constraint import Constraint
-    from deepinfer.structured.matcher import Grammar
-
     monkeypatch.setitem(llguidance_backend._LIMITS, "max_items_in_row", 60)
     small = llguidance_backend.LLGuidanceBackend(vocabulary())
     many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(40)}}
@@ -154,5 +153,40 @@ def test_a_grammar_that_becomes_too_complex_fails_alone(monkeypatch: pytest.Monk
     assert feed(complex_one, tokenizer().encode_text('["a", {'))
     mask = np.full((2, WORDS), EVERYTHING, np.int32)
     fill_masks([(complex_one, 0, ()), (fine, 1, ())], mask)
-    assert complex_one.failed and not mask[0].any()
+    assert complex_one.failed and complex_one.exhausted and not mask[0].any()
     assert bits(mask[1]) == allowed(fine)
+
+
+def walk(matcher: Matcher, steps: int, rng: random.Random) -> list[int]:
+    """At random through what is allowed; the end is not."""
+    out = []
+    for _ in range(steps):
+        choices = sorted(allowed(matcher) - {EOS})
+        assert choices, matcher.failed
+        out.append(rng.choice(choices))
+        matcher.accept(out[-1])
+    return out
+
+
+def test_a_lexer_full_of_states_is_replaced_and_nobody_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that ask for the same share it: what one of them has filled up must be the end of none."""
+    so_args = {"schema_type": "regex", "schema": "x{20}.*a.{400}"}
+    monkeypatch.setitem(llguidance_backend._LIMITS, "max_lexer_states", 4000)
+    constraint = Constraint.from_so_args(so_args)
+    small = llguidance_backend.LLGuidanceBackend(vocabulary())
+    grammar = Grammar(constraint, small.build(small.write(constraint)), small, vocabulary())
+    first = grammar.compiled.root  # type: ignore[attr-defined]
+    unlimited = compiled(so_args).matcher()
+    matcher, waiting = grammar.matcher(), grammar.matcher()
+    assert feed(waiting, tokenizer().encode_text("x" * 20))
+    for token_id in walk(unlimited, 100, random.Random(1)):
+        assert token_id in allowed(matcher)
+        matcher.accept(token_id)
+    assert allowed(matcher) == allowed(unlimited) and matcher.failed is None
+    assert grammar.compiled.root is not first  # type: ignore[attr-defined]
+    text = tokenizer().encode_text("y" * 20)
+    for one, drafts in ((waiting, text), (grammar.matcher(), tokenizer().encode_text("x" * 20) + text)):
+        mask = np.full((1 + len(drafts), WORDS), EVERYTHING, np.int32)
+        one.fill_masks(drafts, mask)  # of the full lexer, and of the new one
+        assert one.failed is None and bits(mask[0]) == allowed(one)
+        assert all(drafts[row] in bits(mask[row]) and EOS not in bits(mask[row]) for row in range(len(drafts)))

@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.server.process import KEY, Server, start_server
-from tests.structured.grammars import NANO
+from tests.structured.grammars import NANO, REPEATED
 
 pytestmark = pytest.mark.skipif(
     not list(NANO.glob("*.safetensors")), reason="the nano weights are not in this checkout"
@@ -295,6 +295,28 @@ def test_length_is_reported(server: Server) -> None:
         server.client.chat.completions.parse(
             model="nano", messages=USER, response_format=Person, max_tokens=3, extra_body=OFF
         )
+
+
+def test_a_grammar_that_becomes_too_complex_ends_the_answer_where_it_is(server: Server) -> None:
+    """In the words of each protocol for an answer that was cut, with what was written; never an error of the server."""
+    late = {"type": "sequence", "elements": [{"type": "regex", "pattern": "[0-9]{80}"}, REPEATED]}
+    extra: Any = OFF | {"structural_tag": {"type": "structural_tag", "format": late}}
+    answer = server.client.chat.completions.create(model="nano", messages=USER, max_tokens=200, extra_body=extra)
+    choice: Any = answer.choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("length", "grammar_limit")
+    assert re.fullmatch("[0-9]{80}a?", choice.message.content)
+    chunks = list(
+        server.client.chat.completions.create(
+            model="nano", messages=USER, max_tokens=200, extra_body=extra, stream=True, **GREEDY
+        )
+    )
+    assert re.fullmatch("[0-9]{80}a?", "".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+    assert chunks[-1].choices[0].finish_reason == "length"
+    response = server.client.responses.create(model="nano", input="x", max_output_tokens=200, extra_body=extra)
+    assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
+    assert re.fullmatch("[0-9]{80}a?", response.output_text)
+    message: Any = server.messages_client.messages.create(model="nano", messages=USER, max_tokens=200, extra_body=extra)
+    assert message.stop_reason == "max_tokens" and re.fullmatch("[0-9]{80}a?", message.content[0].text)
 
 
 def test_nothing_left_is_an_error_of_the_request_alone(server: Server) -> None:
