@@ -41,6 +41,21 @@ def draft_lengths(
     return np.bincount(order[:best] // num_drafts, minlength=num_sequences)
 
 
+def price_of_all(step_ms: np.ndarray) -> float:
+    """The chance that a draft must have for each token of a step's tau so that verifying all is best; see `all_pay`.
+
+    Theta of all N drafts is above that of any n if (the chances of the others) / tau_n > step_ms[N] / step_ms[n] - 1.
+    The others are N - n and have no less than the least chance, and tau_n is at most tau.
+    """
+    rest = np.arange(len(step_ms) - 1, 0, -1)
+    return float(((step_ms[-1] / step_ms[:-1] - 1.0) / rest).max())
+
+
+def all_pay(survival: np.ndarray, price: float) -> bool:
+    """Whether `draft_lengths` is sure to admit all drafts with these chances [S, K], which costs less to find out."""
+    return float(survival.min()) > price * (len(survival) + float(survival.sum()))
+
+
 def expected_rate(survival: np.ndarray, num_sequences: int, step_ms: np.ndarray) -> float:
     """Tokens a millisecond of steps of so many sequences, whose drafts have chances like these.
 

@@ -67,6 +67,6 @@ class Drafter(Protocol):
         """Chances [S, K] that draft i and all before it are accepted, not rising, from S rows of Drafts.scores."""
         ...
 
-    def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
-        """What became of the drafts that had these scores, of which num_verified were verified."""
+    def learn(self, scores: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
+        """What became of drafts with scores [S, columns], of which num_verified int [S] were verified, at least 1."""
         ...

@@ -33,8 +33,9 @@ class DraftGate:
     def __init__(self, times: StepTimes, num_drafts: int) -> None:
         self.times = times
         self.is_open = True
-        self._seen: list[list[float]] = []  # chances of the latest drafts
-        self.profile = np.cumprod(np.full(num_drafts, PRIOR_RATE))  # their mean, where there have been any
+        self.profile = np.cumprod(np.full(num_drafts, PRIOR_RATE))  # the mean of the latest drafts' chances
+        self._seen = self.profile[None]  # those chances [N, K], once there have been any
+        self._has_seen = False
         self._steps = 0  # since the gate opened or closed, or since the latest check or probe
         self._left = 0  # steps that are left of it
         self._failures = 0  # times that drafts did not pay since they last did
@@ -56,7 +57,7 @@ class DraftGate:
         """Whether the next step, of so many sequences, makes drafts for the one behind it."""
         self._steps += 1
         resized = 4 * abs(num_sequences - self._reviewed) > self._reviewed
-        if self._seen and (resized or self._steps % REVIEW == 0):
+        if resized or self._steps % REVIEW == 0:
             self._reviewed = num_sequences
             self._review(num_sequences)
         return self._drafts_but_for_checks(num_sequences) if self.is_open else self._probes(num_sequences)
@@ -87,10 +88,11 @@ class DraftGate:
         self._forget(0.9)
         return True
 
-    def saw(self, survival: list[list[float]]) -> None:
-        """Chances, each [K], of drafts that have been made."""
-        if survival:
-            self._seen = [*self._seen, *survival][-max(MEMORY, len(survival)) :]
+    def saw(self, survival: np.ndarray) -> None:
+        """Chances [N, K] of drafts that have been made."""
+        before = self._seen if self._has_seen else self._seen[:0]
+        self._has_seen = True
+        self._seen = np.concatenate((before, np.nan_to_num(survival)))[-max(MEMORY, len(survival)) :]
 
     def learn(self, num_expected: float, num_accepted: int) -> None:
         """Of the drafts of a step so many were expected to be accepted, and were."""
@@ -102,9 +104,8 @@ class DraftGate:
     def gain(self, num_sequences: int) -> float:
         """Tokens a millisecond of steps with drafts like the latest, as a multiple of those without."""
         step_ms = self.times.by_drafts(num_sequences, True)
-        seen = np.nan_to_num(np.array(self._seen), nan=0.0)
-        self.profile = seen.mean(axis=0)
-        with_drafts = expected_rate(np.minimum(self.trust * seen, 1.0), num_sequences, step_ms)
+        self.profile = self._seen.mean(axis=0)
+        with_drafts = expected_rate(np.minimum(self.trust * self._seen, 1.0), num_sequences, step_ms)
         return with_drafts * self.times.plain(num_sequences) / num_sequences
 
     def _review(self, num_sequences: int) -> None:

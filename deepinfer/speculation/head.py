@@ -67,5 +67,5 @@ class HeadDrafter:
     def survival(self, scores: np.ndarray) -> np.ndarray:
         return np.cumprod(scores, axis=1)
 
-    def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
+    def learn(self, scores: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
         """Nothing to do: the confidences were calibrated when the head was trained."""

@@ -71,6 +71,8 @@ class NgramDrafter:
         by_match = [[0.0] * self.num_drafts] + [self.rates.survival(match) for match in range(1, self.max_match + 1)]
         return np.array(by_match)[scores[:, 0].astype(np.int64)]
 
-    def learn(self, scores: list[float], num_verified: int, num_accepted: int) -> None:
-        if scores[0]:
-            self.rates.observe(int(scores[0]), num_verified, num_accepted)
+    def learn(self, scores: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
+        matches = scores[:, 0].astype(np.int64).tolist()
+        for match, verified, accepted in zip(matches, num_verified.tolist(), num_accepted.tolist(), strict=True):
+            if match:
+                self.rates.observe(match, verified, accepted)

@@ -14,6 +14,8 @@ from statistics import median
 
 import numpy as np
 
+from deepinfer.speculation.draft_lengths import price_of_all
+
 BOUND = 10.0  # most that the curve is corrected by, either way
 ENOUGH = 3  # steps without which nothing is known
 KEPT_PLAIN, KEPT_DRAFTING = 9, 32  # latest steps that count
@@ -38,6 +40,7 @@ class StepTimes:
         self._drafting: list[deque[tuple[float, float]]] = [deque(maxlen=KEPT_DRAFTING) for _ in range(num_classes)]
         self._lines: dict[tuple[bool, int], tuple[float, float]] = {}  # by kind and batch size, where enough is known
         self._times: dict[tuple[int, bool, int | None], np.ndarray] = {}  # that were asked for
+        self._prices: dict[tuple[int, bool], float] = {}
 
     def plain(self, num_sequences: int) -> float:
         """Milliseconds of a step without drafts."""
@@ -52,6 +55,13 @@ class StepTimes:
         if key not in self._times:
             self._times[key] = self._by_drafts(*key)
         return self._times[key]
+
+    def price(self, num_sequences: int, drafting: bool) -> float:
+        """`price_of_all` by these times."""
+        key = num_sequences, drafting
+        if key not in self._prices:
+            self._prices[key] = price_of_all(self.by_drafts(num_sequences, drafting))
+        return self._prices[key]
 
     def _by_drafts(self, num_sequences: int, drafting: bool, most: int | None) -> np.ndarray:
         possible = num_sequences * self._num_drafts
@@ -81,6 +91,7 @@ class StepTimes:
         """Let the times follow what was observed since; so far they have not."""
         self._lines.clear()
         self._times.clear()
+        self._prices.clear()
 
     def fade(self) -> None:
         """Drafts have not been verified for long: what is known of such steps slowly counts less than the curve."""

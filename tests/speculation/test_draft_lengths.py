@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deepinfer.engine.decode_curve import DecodeCurve
 from deepinfer.engine.drafters import times_by_rows
 from deepinfer.speculation.acceptance import PRIOR_RATE, AcceptanceRates
-from deepinfer.speculation.draft_lengths import draft_lengths, expected_rate
+from deepinfer.speculation.draft_lengths import all_pay, draft_lengths, expected_rate, price_of_all
 
 chances = st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3)
 
@@ -59,6 +59,26 @@ def test_the_rate_of_one_step_is_that_of_its_lengths(rates: list[list[float]], s
     assert got == pytest.approx(tau / step_ms[lengths.sum()])
     twice = np.concatenate((survival, survival))  # two such steps
     assert expected_rate(twice, len(rates), step_ms[: 3 * len(rates) + 1]) == pytest.approx(got)
+
+
+@given(
+    rates=st.lists(st.lists(st.floats(0.5, 1.0), min_size=3, max_size=3), min_size=1, max_size=4),
+    steps=st.lists(st.floats(-0.02, 0.1), min_size=13, max_size=13),
+)
+def test_all_are_admitted_at_once_only_where_they_are_after_sorting(
+    rates: list[list[float]], steps: list[float]
+) -> None:
+    survival = np.cumprod(np.array(rates), axis=1)
+    step_ms = (1.0 + np.cumsum(steps))[: survival.size + 1]
+    if all_pay(survival, price_of_all(step_ms)):
+        assert (draft_lengths(survival, np.full(len(rates), 3), step_ms) == 3).all()
+
+
+def test_all_pay_where_rows_cost_nothing_and_not_where_they_are_dear() -> None:
+    survival = np.full((4, 3), 0.3)
+    assert all_pay(survival, price_of_all(np.full(13, 2.0)))
+    assert all_pay(survival, price_of_all(2.0 + 0.05 * np.arange(13)))
+    assert not all_pay(survival, price_of_all(2.0 + np.arange(13)))
 
 
 def test_times_are_those_of_the_padded_sizes() -> None:

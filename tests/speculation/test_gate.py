@@ -52,7 +52,7 @@ class Machine:
         if lengths.any():
             gate.learn(sum(survival[i, :n].sum() for i, n in enumerate(lengths)), accepted)
         if makes_drafts:
-            gate.saw(survival.tolist())
+            gate.saw(survival)
         self.has_drafts = makes_drafts
         self.drafted += makes_drafts
         return size + accepted, ms
