@@ -52,6 +52,7 @@ TRAINED: Group = {
     "anchors": (Annotated[int, typer.Option(min=1, help="Blocks of a row.")], 64),
     "gamma": (Annotated[float, typer.Option(min=0.1, help="Draft k counts exp(-k / gamma).")], 4.0),
     "coldest": (Annotated[float, typer.Option(min=0.05, max=1.0, help="Lowest temperature drafted for.")], 1.0),
+    "at_one": (Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of blocks at temperature 1.")], 0.5),
     "seed": (Annotated[int, typer.Option(min=0)], 0),
     "device": (Device, "cpu"),
     "plot": (Plot, None),
@@ -68,7 +69,7 @@ def _folder(target: str) -> Path:
 def _loss_weights(how: dict[str, Any]) -> LossWeights:
     from deepinfer.deepspec.losses import LossWeights
 
-    return LossWeights(gamma=how["gamma"], coldest=how["coldest"])
+    return LossWeights(gamma=how["gamma"], coldest=how["coldest"], at_one=how["at_one"])
 
 
 @contextmanager
@@ -335,14 +336,14 @@ def eval(
 def calibrate(out: Out, asked: dict[str, Any]) -> None:
     """Fit the confidence's temperatures on every other answer, and say how good they are on the rest.
 
-    Answers are drawn at temperature 0 and 1. The temperatures are saved beside the draft (draft_calibration.json), the
-    errors in --out (calibration.json).
+    Answers are drawn at temperature 0 and 1; those at 1 also say by what to divide the logits that drafts are drawn
+    from. Temperatures are saved beside the draft (draft_calibration.json), the errors in --out (calibration.json).
     """
     from deepinfer.deepspec import calibration
     from deepinfer.deepspec.evaluate import judge_all, open_draft
     from deepinfer.deepspec.plots import plot_reliability
     from deepinfer.deepspec.targets import load_target
-    from deepinfer.models.draft_head import CALIBRATION_NAME
+    from deepinfer.models.draft_calibration import DraftCalibration
 
     folder, length = _folder(asked["target"]), asked["length"]
     where = Path(asked["draft"] or folder)
@@ -351,9 +352,12 @@ def calibrate(out: Out, asked: dict[str, Any]) -> None:
     loaded, judged = open_draft(model, where, length), []
     for heat, answers in zip((0, 1), every, strict=True):
         with _progress(f"drafts at temperature {heat}", len(answers)) as advance:
-            judged += judge_all(model, loaded, answers, length, advance=advance)
+            judged += judge_all(model, loaded, answers, length, advance=advance, heats=calibration.DRAFT_HEATS)
     fitted, held = (calibration.Observations.of(judged[start::2]) for start in (0, 1))
     temperatures = calibration.fit_temperatures(fitted)
+    lengths, held_lengths = (calibration.drawn_lengths(judged[start::2]) for start in (0, 1))
+    best, plain = 0 if lengths is None else int(lengths.argmax()), calibration.DRAFT_HEATS.index(1.0)
+    draft_temperature = 1.0 if lengths is None else calibration.DRAFT_HEATS[best]
     curves = {
         name: (calibration.survival(held.scores, heat), held.survived)
         for name, heat in (("as trained", [1.0] * loaded.block_size), ("calibrated", temperatures))
@@ -362,8 +366,12 @@ def calibrate(out: Out, asked: dict[str, Any]) -> None:
     for name, error in errors.items():
         print(f"expected calibration error, {name}: {error:.4f}")
     record = {"blocks": len(held.scores), "expected_calibration_error": errors, "temperatures": temperatures}
+    if held_lengths is not None:
+        drawn = {"as trained": float(held_lengths[plain]), "calibrated": float(held_lengths[best])}
+        record |= {"draft_temperature": draft_temperature, "drawn_length": drawn}
+        print(f"drawn at temperature 1: {drawn['as trained']:.3f} accepted, {drawn['calibrated']:.3f} calibrated")
     (out / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")
-    (where / CALIBRATION_NAME).write_text(json.dumps({"temperatures": temperatures}) + "\n")
-    print(f"temperatures {temperatures} saved in {where / CALIBRATION_NAME}")
+    path = DraftCalibration(temperatures, draft_temperature).write(where)
+    print(f"temperatures {temperatures} and, of drafts that are drawn, {draft_temperature:g} saved in {path}")
     if asked["plot"] is not None:
         plot_reliability(asked["plot"], curves)

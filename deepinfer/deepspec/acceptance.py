@@ -9,7 +9,7 @@ position, and walk through it in rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,7 @@ class Judged:
     accepted: Tensor  # bool [P, B], whether draft k is accepted if all before it are; False past the answer's end
     remaining: Tensor  # int64 [P], tokens of the answer behind the sampled one
     scores: Tensor | None  # float32 [P, B] raw confidences
+    overlaps: Tensor | None = None  # float32 [P, B, H], acceptance of a draft drawn at each of H draft temperatures
 
     def rounds(self) -> list[tuple[int, int]]:
         """(position, accepted drafts) of each round: the next one starts behind the token that the target adds."""
@@ -73,6 +74,8 @@ def judge(
     block_size: int,
     *,
     is_drawn: bool = False,
+    draft_temperature: float = 1.0,
+    heats: Sequence[float] = (),
     seed: int = 0,
 ) -> Judged:
     """Draft at every position of an answer.
@@ -80,6 +83,8 @@ def judge(
     Args:
         length: tokens of the rows that the target reads; the answer is padded to it.
         is_drawn: drafts are drawn at the answer's temperature; else they are the most likely tokens.
+        draft_temperature: the draft's logits are divided by it beforehand.
+        heats: draft temperatures to compare; needs an answer that was drawn.
 
     Raises:
         ValueError: the answer does not fit, or there is no position to draft at.
@@ -96,7 +101,7 @@ def judge(
     row[0, : len(ids)] = torch.tensor(ids, device=device)
     taps, hidden = target(row[:, :-1])
     anchors = torch.arange(first, first + starts, device=device)
-    accepted, scores = [], []
+    accepted, scores, overlaps = [], [], []
     uniform = torch.rand(starts, block_size, generator=torch.Generator().manual_seed(seed)).to(device)
     steps = torch.arange(block_size, device=device)
     for part in anchors.split(64):
@@ -109,14 +114,19 @@ def judge(
         else:
             log_ratio = sum(
                 sign * torch.log_softmax(logits / answer.temperature, -1).gather(-1, truth.unsqueeze(-1)).squeeze(-1)
-                for sign, logits in ((1, blocks.logits), (-1, wanted))
+                for sign, logits in ((1, blocks.logits / draft_temperature), (-1, wanted))
             )
             accepted.append(uniform[part - first] < torch.as_tensor(log_ratio).exp())
         if blocks.scores is not None:
             scores.append(blocks.scores)
+        if heats and answer.temperature > 0:
+            p = torch.softmax(wanted / answer.temperature, -1)
+            drawn = (torch.softmax(blocks.logits / (answer.temperature * heat), -1) for heat in heats)
+            overlaps.append(torch.stack([torch.minimum(p, q).sum(-1) for q in drawn], dim=-1))
     remaining = len(ids) - 2 - anchors
     fits = steps < remaining.unsqueeze(1)
-    return Judged((torch.cat(accepted) & fits).cpu(), remaining.cpu(), torch.cat(scores).cpu() if scores else None)
+    joined = (torch.cat(parts).cpu() if parts else None for parts in (scores, overlaps))
+    return Judged((torch.cat(accepted) & fits).cpu(), remaining.cpu(), *joined)
 
 
 def judge_lookup(answer: Answer, block_size: int, min_match: int = 2, max_match: int = 4) -> Judged:

@@ -1,8 +1,11 @@
-"""Sequential temperature scaling of the confidences, and how well calibrated they are (DSpark, section 3.2).
+"""Temperatures of a trained draft: of its confidences by position (DSpark, section 3.2), and of what it draws from.
 
 Scheduling uses survival, the product of the confidences up to a draft. One temperature a position is fitted from left
 to right: each makes the survival of its position, given the temperatures before it, most likely. It divides the raw
 score, so the order of drafts of one position stays as it was.
+
+The draft temperature divides the logits that drafts are drawn from. Training may leave them too flat or too peaked at
+temperature 1: what greedy drafts live on says little about it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor
 from deepinfer.deepspec.acceptance import Judged
 
 NUM_BINS = 15
+DRAFT_HEATS = tuple(2 ** (k / 4) for k in range(-8, 5))
 COARSE = torch.logspace(-1, 1.3, 70, dtype=torch.float64)
 
 
@@ -70,6 +74,15 @@ def fit_temperatures(observations: Observations) -> list[float]:
         temperatures.append(round(best, 4))
         behind = behind * torch.sigmoid(score / best)
     return temperatures
+
+
+def drawn_lengths(judged: list[Judged]) -> Tensor | None:
+    """float64 [H]: mean accepted length, bonus included, of drafts drawn at each of the draft temperatures that
+    `judged` was asked for, over every position with a whole block; None if no answer was drawn."""
+    drawn = [one.overlaps[one.remaining >= one.overlaps.shape[1]] for one in judged if one.overlaps is not None]
+    if not sum(map(len, drawn)):
+        return None
+    return 1 + torch.cat(drawn).double().cumprod(1).sum(1).mean(0)
 
 
 def expected_calibration_error(probability: Tensor, happened: Tensor) -> float:

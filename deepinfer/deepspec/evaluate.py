@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from deepinfer.deepspec.losses import Blocks
 from deepinfer.deepspec.targets import HuggingFaceTarget, V41Target
 from deepinfer.deepspec.train import CONFIG_NAME, load_draft
 from deepinfer.deepspec.v41_blocks import BlockModel
+from deepinfer.models.draft_calibration import read_calibration
 from deepinfer.models.loader import is_draft, load_weights
 
 TIMED_CONTEXT, TIMED_REPEATS = 128, 5
@@ -31,6 +32,7 @@ class LoadedDraft:
 
     blocks: DraftBlocks
     block_size: int
+    draft_temperature: float = 1.0  # fitted by `calibrate`
 
 
 def open_draft(target: V41Target | HuggingFaceTarget, folder: Path, length: int) -> LoadedDraft:
@@ -43,7 +45,8 @@ def open_draft(target: V41Target | HuggingFaceTarget, folder: Path, length: int)
         draft = load_draft(folder, str(target.embed.device)).eval()
         if draft.config.target != target.shape:
             raise ValueError(f"draft: {folder} is for a target of {draft.config.target}, this one has {target.shape}")
-        return LoadedDraft(_bound(draft, target), draft.config.block_size)
+        size = draft.config.block_size
+        return LoadedDraft(_bound(draft, target), size, read_calibration(folder, size).draft_temperature)
     if not isinstance(target, V41Target) or not (folder / "config.json").is_file():
         raise ValueError(f"draft: neither draft_config.json nor a checkpoint with a draft head in {folder}")
     config = ModelConfig.from_file(folder)
@@ -55,7 +58,7 @@ def open_draft(target: V41Target | HuggingFaceTarget, folder: Path, length: int)
     def blocks(taps: Tensor, tokens: Tensor, anchors: Tensor) -> Blocks:
         return model(weights, taps, tokens, anchors)
 
-    return LoadedDraft(blocks, model.size)
+    return LoadedDraft(blocks, model.size, read_calibration(folder, model.size).draft_temperature)
 
 
 def _bound(draft: BlockDraft | Eagle3Draft, target: V41Target | HuggingFaceTarget) -> DraftBlocks:
@@ -83,13 +86,15 @@ def judge_all(
     length: int,
     is_drawn: bool = False,
     advance: Callable[[int], None] = lambda count: None,
+    heats: Sequence[float] = (),
 ) -> list[Judged]:
-    """The draft on every usable answer."""
+    """The draft on every usable answer; `heats` as `judge` takes them."""
     judged = []
+    how: dict[str, Any] = {"is_drawn": is_drawn, "draft_temperature": draft.draft_temperature, "heats": heats}
     for seed, answer in enumerate(usable(answers, draft.block_size, length)):
         needed = len(answer.token_ids) + draft.block_size + 1
         row = min(-(-needed // ROW_STEP) * ROW_STEP, length)
-        judged.append(judge(target, draft.blocks, answer, row, draft.block_size, is_drawn=is_drawn, seed=seed))
+        judged.append(judge(target, draft.blocks, answer, row, draft.block_size, seed=seed, **how))
         advance(1)
     return judged
 

@@ -25,8 +25,9 @@ class Blocks:
 class LossWeights:
     """Of the three terms, and how fast later positions of a block lose weight: exp(-k / gamma).
 
-    Both distributions are compared at a temperature that is drawn for each block between `coldest` and 1, evenly in its
-    logarithm: the colder it is, the more counts whether the most likely tokens agree.
+    Both distributions are compared at a temperature that is drawn for each block: 1 for the share `at_one`, the others
+    between `coldest` and 1, evenly in its logarithm. The colder it is, the more counts whether the most likely tokens
+    agree, and the less what the draft says of the others: without blocks at 1 its distribution there becomes flat.
     """
 
     cross_entropy: float = 0.1
@@ -34,6 +35,7 @@ class LossWeights:
     confidence: float = 1.0
     gamma: float = 4.0
     coldest: float = 1.0
+    at_one: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def block_losses(
         counted: float32 [N, B], 1 where a position of a block counts, 0 from the first that does not.
     """
     if weights.coldest < 1:
-        heat = weights.coldest ** torch.rand(len(draft_logits), 1, 1, device=draft_logits.device)
+        share, cold = torch.rand(2, len(draft_logits), 1, 1, device=draft_logits.device)
+        heat = torch.where(share < weights.at_one, 1.0, weights.coldest**cold)
         draft_logits, target_logits = draft_logits / heat, target_logits / heat
     log_d = torch.log_softmax(draft_logits, dim=-1)
     with torch.no_grad():

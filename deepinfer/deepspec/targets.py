@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
 from deepinfer.config.spelling import model_type, read_config
-from deepinfer.models.draft_head import CALIBRATION_NAME
+from deepinfer.models.draft_calibration import CALIBRATION_NAME
 from deepinfer.models.loader import INDEX_NAME, is_text, load_weights
 from deepinfer.models.reference import Weights
 from deepinfer.train.export import token_map_of

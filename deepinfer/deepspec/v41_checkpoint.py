@@ -15,7 +15,7 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec.targets import HEAD_NAME
 from deepinfer.deepspec.v41_blocks import draft_kinds
 from deepinfer.models.checkpoint_format import expected_tensors, parameter_specs, stored_tensors
-from deepinfer.models.draft_head import CALIBRATION_NAME
+from deepinfer.models.draft_calibration import CALIBRATION_NAME
 from deepinfer.models.loader import INDEX_NAME, is_draft
 from deepinfer.models.reference import Weights
 from deepinfer.models.writer import quantize
@@ -52,7 +52,7 @@ def write_head(path: Path, config: ModelConfig, weights: Weights) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
-def attach_head(checkpoint: Path, head: Path, out: Path, temperatures: list[float] | None = None) -> ModelConfig:
+def attach_head(checkpoint: Path, head: Path, out: Path) -> ModelConfig:
     """`checkpoint` with the head file `head` as its draft layers, written to `out` (which may be `checkpoint`).
 
     The other tensors keep their files, byte for byte; a head that was attached before is replaced.
@@ -87,8 +87,6 @@ def attach_head(checkpoint: Path, head: Path, out: Path, temperatures: list[floa
     (out / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
     (out / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     (out / CALIBRATION_NAME).unlink(missing_ok=True)  # that of another head
-    if temperatures is not None:
-        (out / CALIBRATION_NAME).write_text(json.dumps({"temperatures": temperatures}) + "\n")
     return config
 
 

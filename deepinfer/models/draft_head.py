@@ -9,9 +9,7 @@ captured in a CUDA graph. `models/reference_draft.py` is the oracle.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +19,7 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.config.parts import LayerMode, LayerPlan
 from deepinfer.kernels import ops
 from deepinfer.models.caches import Caches
+from deepinfer.models.draft_calibration import DraftCalibration
 from deepinfer.models.layers.block import build_layer
 from deepinfer.models.layers.draft_attention import BlockPlan, draft_attention, store_context
 from deepinfer.models.layers.hyper_connection import HCLazyPostData, hc_enter
@@ -28,7 +27,6 @@ from deepinfer.models.layers.linear import quantized_linear, wide_linear, widene
 from deepinfer.models.layers.step import Rotation
 from deepinfer.models.loader import StoredTensor
 
-CALIBRATION_NAME = "draft_calibration.json"
 DRAFT_PLAN = LayerPlan(-1, LayerMode.SWA, 0, -1, -1, False, False, False)
 
 
@@ -112,6 +110,12 @@ class DraftHead:
             for stage in range(stages)
         ]
         self.temperatures = torch.ones(self.block_size, dtype=torch.float32, device=self.device)
+        self.draft_temperature = 1.0
+
+    def calibrate(self, calibration: DraftCalibration) -> None:
+        """Take over what was fitted for this head."""
+        self.temperatures.copy_(torch.tensor(calibration.temperatures))
+        self.draft_temperature = calibration.draft_temperature
 
     def store(self, taps: Taps, caches: Caches) -> None:
         """Write the context rows of a target step, rejected drafts and padding included (see draft_attention.py)."""
@@ -149,7 +153,11 @@ class DraftHead:
         for i in range(self.block_size):
             e = F.embedding(tokens, self.markov_embed)
             row = (base[:, i] + wide_linear(e, self.markov_head)).float()
-            tokens = row.argmax(-1) if sampling is None else self._draw(row, sampling, i)
+            if sampling is None:  # the draft temperature makes no difference
+                tokens = row.argmax(-1)
+            else:
+                row /= self.draft_temperature
+                tokens = self._draw(row, sampling, i)
             drafts.append(tokens)
             logits.append(row)
             embedded.append(e)
@@ -187,21 +195,3 @@ class DraftHead:
         counters = s.counters + index
         filters = s.temperature, s.num_candidates, s.most_candidates, s.top_p, s.min_p
         return ops.draw_tokens(logits, *filters, s.seeds, counters)[0]
-
-
-def read_calibration(folder: Path, block_size: int) -> list[float]:
-    """Temperatures of the confidences by draft position, of `draft_calibration.json`; 1 each without that file.
-
-    Raises:
-        ValueError: the file does not hold `block_size` positive numbers under "temperatures".
-    """
-    path = folder / CALIBRATION_NAME
-    if not path.is_file():
-        return [1.0] * block_size
-    try:
-        values = [float(value) for value in json.loads(path.read_text(encoding="utf-8"))["temperatures"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"model: {path} is not a calibration: {type(error).__name__}: {error}") from None
-    if len(values) != block_size or not all(0 < value < float("inf") for value in values):
-        raise ValueError(f"model: {path} has temperatures {values}, allowed: {block_size} positive numbers")
-    return values

@@ -15,7 +15,7 @@ from deepinfer.config.spelling import model_type, read_config
 from deepinfer.kernels import ops
 from deepinfer.models.deepseek_v4 import DeepseekV4
 from deepinfer.models.deepseek_v41 import DeepseekV41
-from deepinfer.models.draft_head import read_calibration
+from deepinfer.models.draft_calibration import read_calibration
 from deepinfer.models.fp8 import keep_fp8_bytes, use_fp8_kernels
 from deepinfer.models.inputs import ModelInputs
 
@@ -137,7 +137,7 @@ def build_deepseek_v41(
     weights |= load_packed_tables(path, config, device)
     model = DeepseekV41(config, weights, token_map, stored_experts=experts, draft_head=draft_head)
     if model.draft_head is not None:
-        model.draft_head.temperatures.copy_(torch.tensor(read_calibration(path, config.dspark_block_size)))
+        model.draft_head.calibrate(read_calibration(path, config.dspark_block_size))
     return model
 
 

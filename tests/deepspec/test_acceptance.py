@@ -11,7 +11,9 @@ import torch.nn.functional as F
 
 from deepinfer.deepspec.acceptance import Acceptance, Answer, Judged, acceptance_of, judge, judge_lookup
 from deepinfer.deepspec.calibration import (
+    DRAFT_HEATS,
     Observations,
+    drawn_lengths,
     expected_calibration_error,
     fit_temperatures,
     reliability,
@@ -166,6 +168,25 @@ def test_calibration_error_by_hand():
     happened = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     assert reliability(probability, happened) == [(1, pytest.approx(0.1), 0.0, 2), (13, pytest.approx(0.9), 0.5, 2)]
     assert expected_calibration_error(probability, happened) == pytest.approx(0.5 * 0.1 + 0.5 * 0.4)
+
+
+def test_a_draft_that_is_too_flat_is_found_out():
+    """Half the target's logits: divided by 1/2 it is the target, and every draft is accepted."""
+    target = ChainTarget(0)
+    p = target.probabilities(1.0)
+    flat = torch.softmax(target.head.T.double() / 2, -1)
+    drawn = write_answers(p, 40, 240, 2, 1.0)
+    greedy = write_answers(target.probabilities(0.0), 1, 40, 0, 0.0)
+    judged = [judge(target, chain_draft(target.head / 2), a, LENGTH, SIZE, heats=DRAFT_HEATS) for a in drawn + greedy]
+    lengths = drawn_lengths(judged)
+    assert DRAFT_HEATS[int(lengths.argmax())] == 0.5 and float(lengths.max()) == pytest.approx(1 + SIZE)
+    assert float(lengths[DRAFT_HEATS.index(1.0)]) == pytest.approx(speculate(p, flat, 4000, 3), abs=0.09)
+    assert drawn_lengths(judged[-1:]) is None  # greedy
+    halved = [
+        judge(target, chain_draft(target.head / 2), a, LENGTH, SIZE, is_drawn=True, draft_temperature=0.5)
+        for a in drawn[:4]
+    ]
+    assert acceptance_of(halved).by_position == [1.0] * SIZE
 
 
 def test_observations_are_whole_blocks_and_need_scores():

@@ -19,7 +19,7 @@ from deepinfer.deepspec.pack import pack_answers, training_rows
 from deepinfer.deepspec.rows import cache_bytes, cached_batches, computed_batches, rows_of, write_cache
 from deepinfer.deepspec.targets import HEAD_NAME, Shape, fingerprint
 from deepinfer.deepspec.train import Trainer, TrainingOptions, load_draft, pick_anchors, save_draft
-from deepinfer.models.draft_head import CALIBRATION_NAME
+from deepinfer.models.draft_calibration import CALIBRATION_NAME
 
 VOCAB, DIM, LENGTH = 12, 16, 20
 
@@ -305,7 +305,24 @@ def test_losses_at_the_temperature_that_was_drawn():
     counted = torch.ones(4, 2)
     cold = block_losses(draft / 0.5, target / 0.5, None, counted, LossWeights())
     warm = block_losses(draft, target, None, counted, LossWeights())
-    drawn = [block_losses(draft, target, None, counted, LossWeights(coldest=0.5)).loss for _ in range(30)]
+    drawn = [block_losses(draft, target, None, counted, LossWeights(coldest=0.5, at_one=0)).loss for _ in range(30)]
     same = block_losses(draft, draft, None, counted, LossWeights(coldest=0.1))
     torch.testing.assert_close(same.acceptance, torch.ones(2))
     assert min(cold.loss, warm.loss) < min(drawn) < max(drawn) < max(cold.loss, warm.loss)
+
+
+def test_a_share_of_the_blocks_is_compared_at_temperature_one():
+    """Of blocks that are all alike, their loss says the share, where the others are compared at nearly 0.05."""
+    logits = torch.tensor([[[1.0, 0.9, 0.0]]]), torch.tensor([[[0.9, 1.0, 0.0]]])
+    draft, target = (t.expand(4000, 1, 3) for t in logits)
+    only_variation = {"cross_entropy": 0.0, "total_variation": 1.0, "confidence": 0.0}
+
+    def loss(**heats):
+        weights = LossWeights(**only_variation, **heats)
+        return float(block_losses(draft, target, None, torch.ones(4000, 1), weights).loss)
+
+    torch.manual_seed(0)
+    at_one, cold = loss(), loss(coldest=0.1, at_one=0.0)
+    assert cold > 4 * at_one
+    assert loss(coldest=0.1, at_one=1.0) == pytest.approx(at_one)
+    assert loss(coldest=0.1, at_one=0.75) == pytest.approx(0.75 * at_one + 0.25 * cold, rel=0.05)

@@ -18,6 +18,7 @@ from deepinfer.deepspec.v41_blocks import draft_kinds, initial_masters
 from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, attach_head, head_weights, write_head
 from deepinfer.models import reference
 from deepinfer.models.checkpoint_format import expected_tensors
+from deepinfer.models.draft_calibration import DraftCalibration
 from deepinfer.models.layers.engram_map import compressed_token_map
 from deepinfer.models.loader import is_draft, load_weights
 from deepinfer.models.random_weights import random_weights
@@ -66,7 +67,8 @@ def test_training_writes_the_public_tensors(checkpoint, trained):
 
 
 def test_attached_heads_load_and_the_rest_stays(checkpoint, trained, tmp_path):
-    attach_head(checkpoint, trained / HEAD_NAME, tmp_path, [1.5, 1.0, 0.5])
+    attach_head(checkpoint, trained / HEAD_NAME, tmp_path)
+    DraftCalibration([1.5, 1.0, 0.5]).write(tmp_path)
     model = load_model(tmp_path, torch.float32, draft_head=True)
     assert model.draft_head.temperatures.tolist() == [1.5, 1.0, 0.5]
     plain = load_model(tmp_path, torch.float32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,8 @@ from hypothesis import strategies as st
 from deepinfer.models import reference, reference_draft
 from deepinfer.models.caches import CACHE_DTYPES
 from deepinfer.models.deepseek_v41 import DeepseekV41
-from deepinfer.models.draft_head import CALIBRATION_NAME, DraftHead, DraftSampling, Taps
+from deepinfer.models.draft_calibration import CALIBRATION_NAME, DraftCalibration
+from deepinfer.models.draft_head import DraftHead, DraftSampling, Taps
 from deepinfer.models.random_weights import random_weights
 from deepinfer.models.registry import load_model
 from deepinfer.models.writer import write_checkpoint
@@ -239,7 +238,7 @@ def test_checkpoint_round_trip(tmp_path, with_calibration):
     write_tokenizer(tmp_path / "tokenizer.json")
     write_checkpoint(tmp_path, config, random_weights(config, 0), 4 << 20, tmp_path / "tokenizer.json")
     if with_calibration:
-        (tmp_path / CALIBRATION_NAME).write_text(json.dumps({"temperatures": [2.0, 1.0, 0.5]}))
+        DraftCalibration([2.0, 1.0, 0.5], 0.4).write(tmp_path)
     model = load_model(tmp_path, torch.float32, draft_head=True)
     assert load_model(tmp_path, torch.float32).draft_head is None
     from deepinfer.models.loader import load_weights
@@ -248,13 +247,26 @@ def test_checkpoint_round_trip(tmp_path, with_calibration):
     taps = random_taps([25], 8, torch.float32)
     caches = stale_caches(model, 2, "fp32")
     store(model.draft_head, caches, taps, {0: (0, 25)}, [1])
-    draft = model.draft_head.draft(torch.tensor([24]), torch.tensor([3]), torch.tensor([1], dtype=torch.int32), caches)
-    _, scores, _ = reference_draft.draft(weights, config, taps[0], torch.tensor(3), forced=draft.tokens[0])
-    heat = torch.tensor([2.0, 1.0, 0.5]) if with_calibration else torch.ones(3)
+    ones, zeros = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    drawn = DraftSampling(ones, zeros + config.vocab_size, config.vocab_size, ones, 0 * ones, zeros, zeros)
+    where = torch.tensor([24]), torch.tensor([3]), torch.tensor([1], dtype=torch.int32)
+    draft = model.draft_head.draft(*where, caches, drawn)
+    _, scores, logits = reference_draft.draft(weights, config, taps[0], torch.tensor(3), forced=draft.tokens[0])
+    heat, draft_heat = (torch.tensor([2.0, 1.0, 0.5]), 0.4) if with_calibration else (torch.ones(3), 1.0)
     torch.testing.assert_close(draft.confidences[0], torch.sigmoid(scores / heat), atol=1e-3, rtol=0)
+    torch.testing.assert_close(draft.logits[0], logits / draft_heat, atol=1e-3 / draft_heat, rtol=1e-3)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"temperatures": [1, 2]}', '{"temperatures": [1, 0, 1]}', "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{}", "[]", "\x00", '{"temperatures": [1, 2]}', '{"temperatures": [1, 0, 1]}'),
+        *(
+            f'{{"temperatures": [1, 1, 1], "draft_temperature": {bad}}}'
+            for bad in ("0", "-1", "NaN", "Infinity", "null")
+        ),
+    ],
+)
 def test_bad_calibrations_are_refused(tmp_path, text):
     config = tiny_config(STAGES, engram_layer_ids=(), engram_num_embeddings=())
     write_checkpoint(tmp_path, config, random_weights(config, 0), 4 << 20)
