@@ -106,7 +106,7 @@ def _read(path: Path, key: dict[str, Any]) -> DecodeCurve | None:
         if stored["key"] != json.loads(json.dumps(key)):
             return None
         return DecodeCurve(tuple((int(size), float(milliseconds)) for size, milliseconds in stored["points"]))
-    except (OSError, ValueError, KeyError, TypeError):  # none yet, cut off, or not ours
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):  # none yet, cut off, or not ours
         return None
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.decode_curve import DecodeCurve, load_or_measure
 from deepinfer.engine.runner import ModelRunner
+from deepinfer.kernels import registry
 from tests.engine.test_engine_matches_reference import model
 
 KEY = {"model": "a", "card": "b", "max_num_seqs": 8}
@@ -88,6 +91,62 @@ def test_a_damaged_or_foreign_file_is_measured_again_and_replaced(folder: Path, 
     assert load_or_measure(KEY, measure).points == ((1, 3.0), (4, 6.0)) and measure.runs == 1
 
 
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.sampled_from(["key", "points", "1", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["key", "points"]), inner, max_size=2),
+    max_leaves=8,
+)
+points_like = st.lists(st.tuples(json_values, json_values) | json_values, max_size=4)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_whatever_the_file_holds_the_curve_is_a_curve(folder: Path, data: st.DataObject) -> None:
+    """Any bytes, any JSON, the right key with any points, or one byte of a good file changed."""
+    measure = Measurement()
+    load_or_measure(KEY, measure)
+    (path,) = folder.iterdir()
+    good = path.read_bytes()
+    kind = data.draw(st.sampled_from(["bytes", "json", "points", "flip", "deep"]))
+    if kind == "flip":
+        at = data.draw(st.integers(0, len(good) - 1))
+        bad = good[:at] + bytes([data.draw(st.integers(0, 255))]) + good[at + 1 :]
+    elif kind == "bytes":
+        bad = data.draw(st.binary(max_size=60))
+    elif kind == "deep":
+        bad = b"[" * data.draw(st.sampled_from([10, 100_000]))
+    else:
+        value = data.draw(json_values) if kind == "json" else {"key": KEY, "points": data.draw(points_like)}
+        bad = json.dumps(value).encode()
+    path.write_bytes(bad)
+    curve = load_or_measure(KEY, measure)
+    assert 0 < curve.step_ms(1) < math.inf and 0 < curve.step_ms(1000)
+    if kind in ("bytes", "json", "deep"):
+        assert curve.points == tuple(TIMES.items())
+    path.unlink()
+
+
+def test_processes_that_start_together_read_whole_curves_or_none(folder: Path) -> None:
+    """Each writes what it has measured; whoever reads meanwhile sees one of these curves, whole."""
+    curves = [tuple((size, float(number + size)) for size in range(1, 400)) for number in range(8)]
+    got: list[DecodeCurve] = []
+
+    def start(number: int) -> None:
+        for attempt in range(12):
+            if attempt % 4 == number % 4:
+                for path in folder.glob("decode-curve-*.json"):
+                    path.unlink(missing_ok=True)
+            got.append(load_or_measure(KEY, lambda: dict(curves[number])))
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(len(curves))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 8 * 12 and all(curve.points in curves for curve in got)
+    assert len(list(folder.iterdir())) <= 1  # and nothing temporary
+
+
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,13 +156,14 @@ def test_a_folder_that_cannot_be_written_costs_only_the_cache(
     assert "not kept" in caplog.text
 
 
-def test_a_runner_measures_its_decode_steps_on_request(folder: Path) -> None:
+def test_a_runner_measures_its_decode_steps_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "FORCE_REFERENCE", True)  # else the kernels are compiled into this new folder
     config = EngineConfig(block_size=16, num_blocks=40, max_num_seqs=6, max_model_len=100, dtype="fp64")
     runner = ModelRunner(model(), config)
     assert not list(folder.glob("decode-curve-*"))  # not at start-up of a CPU
     curve = runner.decode_curve()
     assert [size for size, _ in curve.points] == [1, 2, 4, 6]
-    (path,) = folder.glob("decode-curve-*")  # beside the compiled kernels
+    (path,) = folder.glob("decode-curve-*")
     assert ModelRunner(model(), config).decode_curve() == curve  # floats survive JSON exactly: it was read
     key = json.loads(path.read_text())["key"]
     assert key["max_num_seqs"] == 6 and key["device"] and key["torch"]
