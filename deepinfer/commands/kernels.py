@@ -38,7 +38,8 @@ def warmup(
 
 
 def compile_cuda_cpp(names: list[str], workers: int) -> int:
-    """Compile what the engine may launch of these kernels, all if there are no names; returns how many failed."""
+    """Compile what the engine may launch of these kernels (none: of all); returns how many failed or were not kept."""
+    from deepinfer.kernels.deep_jit.cache import not_kept
     from deepinfer.kernels.deep_jit.compilers import CompileError, find_compiler
     from deepinfer.kernels.deep_jit.warmup import all_builds, compile_all
 
@@ -59,7 +60,9 @@ def compile_cuda_cpp(names: list[str], workers: int) -> int:
         if result.error:
             failed += 1
             print(result.error)
-    return failed
+    if not_kept:
+        print(f"error: {len(not_kept)} kernels could not be written to the cache")
+    return failed + len(not_kept)
 
 
 def compile_triton() -> None:

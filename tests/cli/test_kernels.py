@@ -35,3 +35,13 @@ def test_an_unknown_kernel_is_one_line(run: Run):
     assert answer.returncode == 2
     assert answer.stderr.startswith("error: ") and "sparse_attention" in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def test_a_cache_that_cannot_be_written_is_a_failure(run_process: Run, tmp_path: Path):
+    """The engine would go on, each process with a compiler of its own; whoever asks for a warm cache has none."""
+    (tmp_path / "file").write_text("")
+    answer = run_process("kernels", "warmup", "moe_sum", DEEPINFER_CACHE_DIR=str(tmp_path / "file"))
+    assert answer.returncode == 1
+    assert "1 kernels could not be written to the cache" in answer.stdout
+    assert "not kept" in answer.stderr and str(tmp_path) in answer.stderr
+    assert "Traceback" not in answer.stderr
