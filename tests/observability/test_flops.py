@@ -21,7 +21,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import deepinfer
+from deepinfer.config.engine import EngineConfig
 from deepinfer.config.model import ModelConfig
+from deepinfer.engine.engine import Engine
+from deepinfer.engine.runner import ModelRunner
 from deepinfer.kernels import ops, registry
 from deepinfer.models.caches import CACHE_DTYPES
 from deepinfer.models.deepseek_v41 import DeepseekV41
@@ -29,6 +32,7 @@ from deepinfer.models.inputs import ModelInputs
 from deepinfer.models.plan import plan_deployment
 from deepinfer.models.random_weights import random_weights
 from deepinfer.observability.flops import FlopsEstimator
+from deepinfer.params import SamplingParams
 from tests.configs import tiny_config, tiny_token_map
 
 PACKAGE = Path(deepinfer.__file__).parent
@@ -150,6 +154,49 @@ def test_truncated_prefill(case: Case) -> None:
     estimate = estimator.step(np.array(starts), np.array(counts), 1, np.array(keep_from)).total
     assert estimate == pytest.approx(counted, rel=1e-3)
     assert estimate < 0.8 * estimator.step(np.array(starts), np.array(counts), 1).total
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "variable_length": False}},
+        {"yoco_prefill_truncation_mode": "compact", "yoco_prefill_keep_tokens": 40},
+    ],
+    ids=["drafts", "yoco"],
+)
+def test_what_an_engine_reports_of_a_workload(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps of mixed requests, chunked, with rows of drafts and of prompt tokens: the sum that MFU comes from."""
+    monkeypatch.setenv("DEEPINFER_PEAK_FLOPS", "1e12")  # else it is measured, by products that count
+    config = tiny_config(2)
+    model = DeepseekV41(config, random_weights(config, seed=0), torch.from_numpy(tiny_token_map()).long())
+    engine_config = EngineConfig(
+        block_size=16, num_blocks=60, max_num_seqs=4, prefill_chunk_size=24, max_num_batched_tokens=64,
+        kv_cache_dtype="fp32", zero_overhead_scheduling=False, **options,
+    )  # fmt: skip
+    engine = Engine(ModelRunner(model, engine_config), engine_config)
+    open_groups = 0
+    run = engine.runner.run
+
+    def counted(inputs: ModelInputs) -> torch.Tensor:
+        nonlocal open_groups
+        if not inputs.is_prefill:
+            for layer in config.kv_source_layer_ids:
+                open_groups += sum(end % config.compress_ratios[layer] > 0 for end in inputs.context_lens.tolist())
+        return run(inputs)
+
+    engine.runner.run = counted
+    for number, asked in enumerate([None, 2]):
+        text = [7 + number, 8, 9] * 30
+        length = 50 + 10 * number
+        params = SamplingParams(golden_token_ids=text[length : length + 6], prompt_logprobs=asked)
+        engine.add_request(str(number), text[:length], params)
+    with counted_waste(config) as waste, FlopCounterMode(display=False) as counter:
+        while engine.has_unfinished_requests():
+            engine.step()
+    waste.flops += 2 * open_groups * config.head_dim * config.index_head_dim
+    totals = engine.observer.stats.totals
+    assert ("speculative_config" in options) == (totals.get("accepted", 0) > 0)
+    assert totals["flops"] == pytest.approx(counter.get_total_flops() - waste.flops, rel=1e-3)
 
 
 def test_chunks_add_up_to_the_whole_prompt(case: Case) -> None:
