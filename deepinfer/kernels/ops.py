@@ -9,6 +9,8 @@ from deepinfer.kernels.deep_gemm.available import is_available
 from deepinfer.kernels.platform import PLATFORM
 from deepinfer.kernels.reference.attention import rotated_attention, sparse_attention
 from deepinfer.kernels.reference.basic import (
+    grouped_linear,
+    grouped_linear_fp8,
     linear,
     linear_fp8,
     norm_latents,
@@ -66,6 +68,8 @@ __all__ = [
     "entry_slots",
     "expand_rows",
     "expert_order",
+    "grouped_linear",
+    "grouped_linear_fp8",
     "hc_post",
     "hc_post_pre",
     "hc_pre",

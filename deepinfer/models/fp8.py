@@ -34,7 +34,11 @@ def use_fp8_kernels(layers: list[Layer]) -> None:
 def keep_fp8_bytes(layers: list[Layer]) -> None:
     """Convert `layers` in place to read the weights of FP8 linears as they are stored (`StoredFp8`)."""
     for index, layer in enumerate(layers):
-        layers[index] = with_linears(layer, StoredFp8.of)
+        layer, wo_a = with_linears(layer, StoredFp8.of), layer.attention.wo_a
+        stored = StoredFp8.of(wo_a.flatten(0, 1)) if isinstance(wo_a, Tensor) else wo_a
+        if isinstance(stored, StoredFp8):
+            layer = replace(layer, attention=replace(layer.attention, wo_a=stored))
+        layers[index] = layer
 
 
 def _converted(layer: Layer) -> Layer:

@@ -29,6 +29,19 @@ def linear_fp8(g: torch.Generator) -> Iterator[Case]:
     yield normal(g, 2, 64), values, torch.full((1, 2), 127, dtype=torch.uint8)
 
 
+def grouped_linear(g: torch.Generator) -> Iterator[Case]:
+    for n, groups, k, columns in ((0, 2, 32, 8), (1, 2, 512, 128), (6, 3, 33, 5), (7, 1, 64, 50), (300, 2, 96, 24)):
+        yield normal(g, n, groups, k), normal(g, groups, columns, k)
+        yield normal(g, n, groups, k), normal(g, groups, columns, k).bfloat16()
+    yield normal(g, 5, 2, 96)[:, :, 32:], normal(g, 2, 17, 64)
+    yield normal(g, 3000, 2, 96), normal(g, 2, 8, 96).bfloat16()
+
+
+def grouped_linear_fp8(g: torch.Generator) -> Iterator[Case]:
+    for (x, values, scales), groups in zip(linear_fp8(g), (2, 2, 3, 5, 3, 4, 2), strict=True):
+        yield normal(g, len(x), groups, x.shape[1]), values, scales
+
+
 def rows_to_cast(g: torch.Generator, n: int, dim: int) -> torch.Tensor:
     """Zeros, ties of the formats, huge and tiny values, a NaN and an infinity among ordinary rows."""
     rows = normal(g, n, dim) * 10.0 ** torch.randint(-6, 4, (n, 1), generator=g)
@@ -131,6 +144,8 @@ MORE = {
         choose_draft_lengths,
         expand_rows,
         expert_order,
+        grouped_linear,
+        grouped_linear_fp8,
         linear_fp8,
         norm_cast,
         reduce_rows,

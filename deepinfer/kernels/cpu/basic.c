@@ -62,24 +62,25 @@ EXPORT void widen(int kind, const void *weight, const uint8_t *scales, i64 k, i6
     for (i64 c = 0; c < columns; c += 32) decode_weight(&w, c, MIN(32, columns - c), out + c * k);
 }
 
-// x [n, k] with a weight [columns, k] as it is stored, which is read once for all rows of x.
+// x [n, groups * k], each group with its own part of a weight [groups * columns, k] as it is stored, which is read once
+// for all rows of x.
 EXPORT int linear(const float *x, i64 stride, int kind, const void *weight, const uint8_t *scales, i64 n, i64 k,
-                  i64 columns, float *out) {
+                  i64 groups, i64 columns, float *out) {
     const Weight w = {kind, weight, scales, k};
-    const i64 blocks = (columns + BUFFER_ROWS - 1) / BUFFER_ROWS;
-    const float **rows = malloc((n + 1) * sizeof *rows);
+    const i64 blocks = (columns + BUFFER_ROWS - 1) / BUFFER_ROWS;  // of a group
+    const float **rows = malloc((groups * n + 1) * sizeof *rows);
     int failed = !rows;
-    for (i64 i = 0; i < n && !failed; i++) rows[i] = x + i * stride;
-#pragma omp parallel if (n * k * columns > PARALLEL_WORK)
+    for (i64 r = 0; r < groups * n && !failed; r++) rows[r] = x + r % n * stride + r / n * k;
+#pragma omp parallel if (n * k * groups * columns > PARALLEL_WORK)
     {
         float *buffer = malloc((BUFFER_ROWS * k + 1) * sizeof *buffer);
         if (!buffer) failed = 1;
 #pragma omp barrier
 #pragma omp for
-        for (i64 block = 0; block < blocks; block++) {
+        for (i64 block = 0; block < groups * blocks; block++) {
             if (failed) continue;
-            const i64 c = block * BUFFER_ROWS;
-            products(rows, n, &w, c, MIN(BUFFER_ROWS, columns - c), out + c, columns, buffer);
+            const i64 group = block / blocks, c = block % blocks * BUFFER_ROWS, first = group * columns + c;
+            products(rows + group * n, n, &w, first, MIN(BUFFER_ROWS, columns - c), out + first, groups * columns, buffer);
         }
         free(buffer);
     }

@@ -11,37 +11,56 @@ from deepinfer.kernels.reference import basic, engram, hyper_connection, indexer
 from deepinfer.kernels.registry import backend
 
 MAX_HC = 8  # streams that the C kernel has room for
-WEIGHT_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # rows.h's names of what a row holds
+WEIGHT_KINDS, FP8 = {torch.float32: 0, torch.bfloat16: 1}, 2  # rows.h's names of what a row holds
 MAX_LINEAR_VALUES = 1 << 18  # activations that stay in a core's cache; above, PyTorch's BLAS blocks better
 
 
 @backend("linear", "cpu")
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    if weight.dtype not in WEIGHT_KINDS or not weight.is_contiguous():
+    if x.dim() != 2 or weight.dtype not in WEIGHT_KINDS or not weight.is_contiguous():
         return NotImplemented
-    return _linear(x, WEIGHT_KINDS[weight.dtype], weight, None)
+    return _linear(x, WEIGHT_KINDS[weight.dtype], weight, None, 1)
 
 
 @backend("linear_fp8", "cpu")
 def linear_fp8(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    if not values.is_contiguous() or not scales.is_contiguous() or values.shape[1] % 32:
+    if x.dim() != 2 or not values.is_contiguous() or not scales.is_contiguous() or values.shape[1] % 32:
         return NotImplemented
-    return _linear(x, 2, values, scales)
+    return _linear(x, FP8, values, scales, 1)
 
 
-def _linear(x: Tensor, kind: int, weight: Tensor, scales: Tensor | None) -> Tensor:
+@backend("grouped_linear", "cpu")
+def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
+    if weight.dtype not in WEIGHT_KINDS or not (x.is_contiguous() and weight.is_contiguous()):
+        return NotImplemented
+    return _linear(x.flatten(1), WEIGHT_KINDS[weight.dtype], weight.flatten(0, 1), None, x.shape[1])
+
+
+@backend("grouped_linear_fp8", "cpu")
+def grouped_linear_fp8(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    if not all(t.is_contiguous() for t in (x, values, scales)) or values.shape[1] % 32:
+        return NotImplemented
+    return _linear(x.flatten(1), FP8, values, scales, x.shape[1])
+
+
+def _linear(x: Tensor, kind: int, weight: Tensor, scales: Tensor | None, groups: int) -> Tensor:
+    """x [N, groups * K], weight [groups * O, K] -> [N, groups * O]."""
     kernels = functions()
-    if kernels is None or x.dim() != 2 or x.dtype is not torch.float32 or x.stride(1) != 1:
+    if kernels is None or x.dtype is not torch.float32 or x.stride(1) != 1:
         return NotImplemented
-    (n, k), columns = x.shape, weight.shape[0]
+    n, (columns, k) = x.shape[0], weight.shape
     stored = None if scales is None else scales.data_ptr()
-    if x.numel() > MAX_LINEAR_VALUES:
+    if n * k > MAX_LINEAR_VALUES:
         if kind:
             narrow, weight = weight, torch.empty(columns, k, dtype=torch.float32)
             kernels["widen"](kind, narrow.data_ptr(), stored, k, columns, weight.data_ptr())
+        if groups > 1:
+            return basic.grouped_linear.reference(x.unflatten(1, (groups, k)), weight.unflatten(0, (groups, -1)))
         return F.linear(x, weight)
     out = torch.empty(n, columns, dtype=torch.float32)
-    kernels["linear"](x.data_ptr(), x.stride(0), kind, weight.data_ptr(), stored, n, k, columns, out.data_ptr())
+    kernels["linear"](
+        x.data_ptr(), x.stride(0), kind, weight.data_ptr(), stored, n, k, groups, columns // groups, out.data_ptr()
+    )  # fmt: skip
     return out
 
 

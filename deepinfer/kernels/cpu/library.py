@@ -18,7 +18,7 @@ _CODES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": cty
 # One letter an argument (pointer, int64, int, float); a leading "!" marks functions that return 1 when out of memory.
 SIGNATURES = {
     "apply_token_bitmask": "plplllp",
-    "linear": "!plipplllp",
+    "linear": "!plippllllp",
     "widen": "ippllp",
     "rms_norm": "plpfllp",
     "rope": "pppillllp",

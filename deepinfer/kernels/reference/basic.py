@@ -23,6 +23,21 @@ def linear_fp8(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
 
 
 @operation
+def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear` of each of G groups of columns: x [N, G, K], weight [G, O, K] -> [N, G * O]."""
+    out = x.new_empty(x.shape[0], *weight.shape[:2])  # written in place: no copy to bring a row's groups together
+    torch.bmm(x.transpose(0, 1), weight.to(x.dtype).transpose(1, 2), out=out.transpose(0, 1))
+    return out.flatten(1)
+
+
+@operation
+def grouped_linear_fp8(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    """`grouped_linear` over a weight as checkpoints store it: as of `linear_fp8`, the rows of all groups [G * O, K]."""
+    weight = dequantize_fp8_weight(values.view(torch.float8_e4m3fn), scales, x.dtype)
+    return grouped_linear.reference(x, weight.unflatten(0, (x.shape[1], -1)))
+
+
+@operation
 def round_fp8(x: Tensor) -> Tensor:
     """What an FP8 linear sees of its activations: E4M3, one power-of-two scale per 32 values of x [..., K]."""
     return fp8_round_trip(x)

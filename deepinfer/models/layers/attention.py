@@ -15,7 +15,7 @@ from deepinfer.kernels.ops import RowFormat
 from deepinfer.models.caches import Caches
 from deepinfer.models.layers.compressor import Compressor
 from deepinfer.models.layers.indexer import Indexer, Sharing
-from deepinfer.models.layers.linear import quantized_linear
+from deepinfer.models.layers.linear import StoredFp8, quantized_linear
 from deepinfer.models.layers.step import Rotation, StepMetadata, WindowPlan
 
 
@@ -29,7 +29,7 @@ class Attention:
     wq_b: Tensor | Fp8Weight  # [H * d, q_lora_rank]
     kv_norm: Tensor
     sink: Tensor  # [H]
-    wo_a: Tensor  # [groups, o_lora_rank, H / groups * d]
+    wo_a: Tensor | StoredFp8  # [groups, o_lora_rank, H / groups * d]; stored: rows of all groups
     wo_b: Tensor | Fp8Weight  # [D, groups * o_lora_rank]
     compressor: Compressor | None  # KV sources
     indexer: Indexer | None  # index sources
@@ -86,10 +86,8 @@ def attend(
     return o
 
 
-def grouped_projection(o: Tensor, wo_a: Tensor) -> Tensor:
+def grouped_projection(o: Tensor, wo_a: Tensor | StoredFp8) -> Tensor:
     """Block-diagonal output projection. o [N, H, d], wo_a [groups, rank, H / groups * d] -> [N, groups * rank]."""
-    groups, rank = wo_a.shape[:2]
-    grouped = o.flatten(1).unflatten(-1, (groups, -1)).transpose(0, 1)
-    projected = o.new_empty(o.shape[0], groups, rank)  # written in place: no copy to bring a row's groups together
-    torch.bmm(grouped, wo_a.transpose(1, 2), out=projected.transpose(0, 1))
-    return projected.flatten(1)
+    if isinstance(wo_a, StoredFp8):
+        return ops.grouped_linear_fp8(o.reshape(len(o), -1, wo_a.values.shape[1]), wo_a.values, wo_a.scales)
+    return ops.grouped_linear(o.reshape(len(o), *wo_a.shape[::2]), wo_a)
