@@ -41,6 +41,7 @@ class TraceCapture:
         self.wake: Callable[[], None] = lambda: None  # makes an idle engine call between_steps soon
         self.state = "idle"  # idle, starting, recording or stopping
         self.latest: Path | None = None
+        self.error: str | None = None  # why the latest trace was not written
         self._steps_left: int | None = None
         self._lock = threading.Lock()
         self._finished = threading.Event()
@@ -58,14 +59,19 @@ class TraceCapture:
         self.wake()
 
     def stop(self, timeout: float = 60.0) -> Path:
-        """End the trace and wait for its file. Raises ValueError if there is none, TimeoutError if no step comes."""
+        """End the trace and wait for its file.
+
+        Raises ValueError if none is under way, TimeoutError if no step comes, OSError if it could not be written.
+        """
         with self._lock:
             if self.state == "idle":
                 raise ValueError("no trace is under way")
             self.state = "stopping"
         self.wake()
-        if not self._finished.wait(timeout) or self.latest is None:
+        if not self._finished.wait(timeout):
             raise TimeoutError("the engine has not finished its step")
+        if self.latest is None:
+            raise OSError(self.error)
         return self.latest
 
     def between_steps(self) -> None:
@@ -95,16 +101,24 @@ class TraceCapture:
                 self._finish()
 
     def _finish(self) -> None:
+        """A trace that cannot be written, to a full disk say, costs nothing but itself."""
         self.timer.annotated = False
-        self._profiler.stop()
-        self.directory.mkdir(parents=True, exist_ok=True)
+        profiler, self._profiler = self._profiler, None
+        self.latest, self.error = None, None
         name = f"deepinfer-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06}.json"
-        self.latest = self.directory / name
-        self._profiler.export_chrome_trace(str(self.latest))
-        self._profiler = None
-        self.state = "idle"
-        self._finished.set()
-        logger.info("wrote the trace %s", self.latest)
+        try:
+            profiler.stop()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self.directory / name))
+            (self.directory / name).stat()  # it may have been logged only that there is no file
+            self.latest = self.directory / name
+            logger.info("wrote the trace %s", self.latest)
+        except (OSError, RuntimeError) as error:
+            self.error = f"the trace could not be written to {self.directory}: {error}"
+            logger.error("%s", self.error)
+        finally:
+            self.state = "idle"
+            self._finished.set()
 
 
 class ProfilerServer:
@@ -138,7 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
         if urlsplit(self.path).path != "/status":
             return self._answer(404, error="known are GET /status, POST /start_profile, POST /stop_profile")
         latest = self.capture.latest
-        self._answer(200, state=self.capture.state, latest=None if latest is None else str(latest))
+        failed = {} if self.capture.error is None else {"error": self.capture.error}
+        self._answer(200, state=self.capture.state, latest=None if latest is None else str(latest), **failed)
 
     def do_POST(self) -> None:
         url = urlsplit(self.path)
@@ -157,6 +172,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(400, error=str(error))
         except TimeoutError as error:
             self._answer(503, error=str(error))
+        except OSError as error:
+            self._answer(500, error=str(error))
 
     def _answer(self, status: int, **body: object) -> None:
         content = json.dumps(body).encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -84,6 +85,34 @@ def test_an_idle_engine_starts_and_stops_at_once(engine: Engine) -> None:
         running.close()
     with pytest.raises(httpx.TransportError):  # the endpoint went with the engine
         httpx.get(status)
+
+
+@pytest.mark.parametrize("steps", ["?steps=3", ""])
+def test_a_trace_that_cannot_be_written_costs_nothing_but_itself(engine: Engine, tmp_path: Path, steps: str) -> None:
+    (tmp_path / "file").write_text("")
+    engine.observer.capture.directory = tmp_path / "file" / "traces"
+    running = AsyncEngine(engine)
+    try:
+        httpx.post(url(engine, f"/start_profile{steps}"))
+        asyncio.run(_generate(running, "a"))
+        if not steps:
+            answer = httpx.post(url(engine, "/stop_profile"), timeout=60)
+            assert answer.status_code == 500 and "could not be written" in answer.json()["error"]
+        status = httpx.get(url(engine, "/status")).json()
+        assert status["state"] == "idle" and "could not be written" in status["error"]
+        engine.observer.capture.directory = tmp_path / "traces"
+        httpx.post(url(engine, "/start_profile"))
+        asyncio.run(_generate(running, "b"))
+        answer = httpx.post(url(engine, "/stop_profile"), timeout=60)
+        assert answer.status_code == 200 and Path(answer.json()["trace"]).is_file()
+        assert engine.observer.stats.totals["output"] == 80  # statistics went on
+    finally:
+        running.close()
+
+
+async def _generate(running: AsyncEngine, request_id: str) -> None:
+    async for output in running.generate(request_id, [1, 2, 3], PARAMS):
+        assert output.error is None
 
 
 @pytest.mark.parametrize(
