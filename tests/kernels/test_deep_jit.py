@@ -17,9 +17,9 @@ import torch
 from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
 from deepinfer.kernels.deep_jit.compilers import find_compiler, options
 from deepinfer.kernels.deep_jit.tensor_map import tensor_map
-from deepinfer.kernels.deep_jit.warmup import all_builds, compile_all
+from deepinfer.kernels.deep_jit.warmup import MODULES, all_builds, compile_all
 
-KERNELS = Path(__file__).parents[2] / "deepinfer" / "kernels"
+PACKAGE = Path(__file__).parents[2] / "deepinfer"
 SCALE = """
 #include "factor.cuh"
 extern "C" __global__ void scale(float* x) { x[blockIdx.x * WIDTH + threadIdx.x] *= FACTOR; }
@@ -57,8 +57,31 @@ def test_the_compilers_of_gpu_kernels_are_here():
     assert has_compiler()
 
 
-def test_every_cuda_source_is_built_ahead_of_time():
-    assert {build.source for build in all_builds()} == set(KERNELS.rglob("*.cu"))
+def kernels_in(source: Path) -> set[str]:
+    text = re.sub(r"__\w+__\((?:[^()]|\([^()]*\))*\)", "", source.read_text())  # launch bounds and the like
+    return set(re.findall(r"(?:__global__|^KERNEL\([^)]*\))[^(]*?(\w+)\s*\(", text, re.MULTILINE))
+
+
+def test_no_cuda_kernel_can_be_forgotten():
+    """Each kernel of each source is built ahead of time, and each module that knows builds is asked for them."""
+    sources = list(PACKAGE.rglob("*.cu"))
+    assert {(source, name) for source in sources for name in kernels_in(source)} == {
+        (build.source, build.name) for build in all_builds()
+    }
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    modules = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path, text in texts.items()
+        if "def builds(" in text
+    }
+    assert modules == set(MODULES)
+    assert not [path for path, text in texts.items() if "__global__" in text or "RawKernel" in text]
+
+
+def test_the_cuda_kernels_of_a_source_are_told_from_its_other_functions():
+    assert kernels_in(PACKAGE / "kernels/deep_gemm/mqa_queries.cu") == {"mqa_queries", "mqa_keys"}
+    assert kernels_in(PACKAGE / "kernels/deep_gemm/fp8_gemm.cu") == {"fp8_gemm"}
+    assert kernels_in(PACKAGE / "kernels/deep_select/gate.cu") == {"gate"}
 
 
 @needs_compiler
