@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <csetjmp>
 #include <cstring>
 #include <functional>
 #include <ucontext.h>
@@ -35,6 +36,8 @@ struct Block { std::vector<u8> memory; Barrier barrier; };
 struct Warp { Barrier barrier; u64 slots[32]; };
 struct Fiber {
     ucontext_t context;
+    jmp_buf place;  // once started: a jump costs no system call, a switch of contexts does
+    bool started = false;
     std::vector<u8> stack;
     Block* block;
     Warp* warp;
@@ -49,7 +52,7 @@ static std::vector<Block> blocks;
 static std::vector<Warp> warps;
 static Barrier cluster_barrier;
 static int current;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static Index threadIdx, blockIdx;
 
 static float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
@@ -67,7 +70,9 @@ static u32 round_bf16(float x) {
 }
 static u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
 
-static void yield() { swapcontext(&fibers[current].context, &scheduler); }
+static void yield() {
+    if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
+}
 
 static u32 arrive(Barrier& barrier) {
     u32 generation = barrier.generation;
@@ -169,6 +174,7 @@ static int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 
 static std::function<void()> body;
 static void enter() {
+    fibers[current].started = true;
     body();
     fibers[current].done = true;
     yield();
@@ -204,7 +210,9 @@ static void run(int ranks, int rows, int threads, int shared_bytes, const std::f
                 alive = true;
                 if (fiber.awaited && fiber.awaited->generation == fiber.awaited_generation) continue;
                 threadIdx = {fiber.thread, 0}, blockIdx = {fiber.rank, row};
-                swapcontext(&scheduler, &fiber.context);
+                if (_setjmp(scheduler) != 0) continue;
+                if (fiber.started) _longjmp(fiber.place, 1);
+                setcontext(&fiber.context);
             }
         }
     }
