@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Iterable
 from enum import Enum
 
+from deepinfer.observability.block_lifetimes import BlockLifetimes
+
 NULL_BLOCK = 0
 
 
@@ -19,14 +21,18 @@ class AllocStatus(Enum):
 
 
 class BlockManager:
-    """Pool of `num_blocks` blocks of `block_size` tokens; `num_blocks` counts the null block."""
+    """Pool of `num_blocks` blocks of `block_size` tokens; `num_blocks` counts the null block.
 
-    def __init__(self, num_blocks: int, block_size: int):
+    `lifetimes` hears of every block that is taken or freed.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, lifetimes: BlockLifetimes | None = None):
         if num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_free = num_blocks - 1
+        self._lifetimes = lifetimes or BlockLifetimes({})
         self._ref_count = [0] * num_blocks
         # A ring through block 0: next[0] is the oldest free block, prev[0] the newest.
         self._next = [(i + 1) % num_blocks for i in range(num_blocks)]
@@ -51,6 +57,7 @@ class BlockManager:
             block = self._next[NULL_BLOCK]
             self._unlink(block)
             self._ref_count[block] = 1
+            self._lifetimes.allocated(block)
             blocks.append(block)
         return blocks
 
@@ -64,6 +71,7 @@ class BlockManager:
         if self._ref_count[block] == 0:
             self._unlink(block)
         self._ref_count[block] += 1
+        self._lifetimes.shared(block)
 
     def free(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each block; unreferenced ones become the newest free blocks, in the order given."""
@@ -73,6 +81,7 @@ class BlockManager:
             self._ref_count[block] -= 1
             if self._ref_count[block] == 0:
                 self._link_newest(block)
+                self._lifetimes.freed(block)
 
     def extend(self, block_table: array, num_tokens: int) -> None:
         """Grow a block table until it covers num_tokens tokens."""

@@ -39,6 +39,7 @@ from deepinfer.engine.sequence_metadata import SequenceMetadataPool
 from deepinfer.engine.step import LaunchedStep, PlainSampling, Runner, merged
 from deepinfer.engine.swap import HostSwap
 from deepinfer.engine.voting import Lockstep
+from deepinfer.observability.block_lifetimes import BlockLifetimes
 from deepinfer.observability.observer import Observer
 from deepinfer.observability.stats import StepStats
 from deepinfer.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
@@ -83,7 +84,9 @@ class Engine:
         swap = None
         if config.preemption_mode == "swap":
             swap = HostSwap(runner.cache_rows(), config.block_size, config.swap_memory_bytes)
-        self.scheduler = Scheduler(config, runner.num_blocks, swap, lockstep)
+        self.observer = Observer.of(runner, config)
+        lifetimes = BlockLifetimes(self.observer.stats.totals)
+        self.scheduler = Scheduler(config, runner.num_blocks, swap, lockstep, lifetimes)
         self.requests: dict[str, Request] = {}
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -106,7 +109,6 @@ class Engine:
         self._last_read = 0.0  # when the tokens of the latest step were read
         self._read_prefill = False  # whether it was a prefill step
         self._seeds = np.random.default_rng(config.seed)
-        self.observer = Observer.of(runner, config)
         self._observing = True
         self.grammars: GrammarCompiler | None = None  # whoever knows the vocabulary sets it
         self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")

@@ -27,6 +27,7 @@ from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.state_slots import NULL_SLOT, StateSlots
 from deepinfer.engine.swap import HostSwap
 from deepinfer.engine.voting import Lockstep, StepKind
+from deepinfer.observability.block_lifetimes import BlockLifetimes
 
 # Prefill steps in a row while there is something to decode.
 PREFILLS_IN_TURN = {"normal": 1, "decode": 1, "completion": 4}
@@ -56,12 +57,18 @@ class Scheduler:
         num_blocks: cache blocks, null block included.
         swap: where preempted sequences go; None: they are recomputed.
         lockstep: this rank's side of a data-parallel group; None: the engine is alone.
+        lifetimes: of the blocks, for statistics.
     """
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, swap: HostSwap | None = None, lockstep: Lockstep | None = None
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        swap: HostSwap | None = None,
+        lockstep: Lockstep | None = None,
+        lifetimes: BlockLifetimes | None = None,
     ):
-        self.blocks = BlockManager(num_blocks, config.block_size)
+        self.blocks = BlockManager(num_blocks, config.block_size, lifetimes)
         self.slots = StateSlots(config.max_num_seqs)
         self.swap = swap
         self.lockstep = lockstep

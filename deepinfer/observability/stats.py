@@ -6,7 +6,6 @@ Everything is taken from numbers that the CPU has anyway: no figure costs a wait
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,17 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer.observability.expert_record import ExpertRecord
+from deepinfer.observability.histograms import STEP_TOKENS
 
 logger = logging.getLogger("deepinfer.stats")
 
 BUCKETS = 20
-STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, math.inf)  # tokens; vLLM's buckets
-STEP_TOKENS = "step_tokens"  # the total of all steps
-
-
-def step_bucket(bound: float) -> str:
-    """Name of the total that counts steps of at most `bound` tokens, and more than the bound before."""
-    return f"steps_up_to_{bound:g}"
 
 
 def accepted_at(position: int) -> str:
@@ -157,7 +150,7 @@ class StatsLogger:
         if step.expert_counts is not None:
             self._add("moe_balance", moe_balance(step.expert_counts), now)
             self.experts.add(step.expert_counts)
-        self._count_step(step.num_prompt_tokens + step.num_output_tokens)
+        STEP_TOKENS.observe(self.totals, step.num_prompt_tokens + step.num_output_tokens)
         self.latest = step
         if self.interval and now - self._last_line >= self.interval:
             self._last_line = now
@@ -199,11 +192,6 @@ class StatsLogger:
             self._peak = self._find_peak()
             self._find_peak = lambda: None
         return self._peak
-
-    def _count_step(self, tokens: int) -> None:
-        bucket = step_bucket(next(bound for bound in STEP_BOUNDS if tokens <= bound))
-        self.totals[bucket] = self.totals.get(bucket, 0.0) + 1
-        self.totals[STEP_TOKENS] = self.totals.get(STEP_TOKENS, 0.0) + tokens
 
     def _add(self, name: str, value: float, now: float) -> None:
         total = self._sums.get(name)

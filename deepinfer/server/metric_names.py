@@ -19,6 +19,7 @@ _VLLM = (
     "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens",
     "cache_config_info", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos", "estimated_flops_per_gpu",
+    "kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds", "kv_block_reuse_gap_seconds",
 )  # fmt: skip
 _OLDER_VLLM = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
 _SGLANG = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from deepinfer.engine.remote_statistics import RemoteStatistics
-from deepinfer.observability.stats import STEP_BOUNDS, STEP_TOKENS, StatsLogger, accepted_at, step_bucket
+from deepinfer.observability import block_lifetimes
+from deepinfer.observability.histograms import STEP_TOKENS, TotalsHistogram
+from deepinfer.observability.stats import StatsLogger, accepted_at
 from deepinfer.outputs import RequestMetrics
 from deepinfer.server.fast_metrics import FastCounter, FastHistogram
 from deepinfer.server.metric_names import ManyNames
@@ -48,6 +51,16 @@ _ENGINE_GAUGES = {
     "accepted_length": ("spec_decode_accepted_length", "Tokens a round, the model's own included, latest 10 s."),
     "acceptance_rate": ("spec_decode_acceptance_rate", "Accepted share of the draft tokens, 0 to 1, latest 10 s."),
 }
+# Histograms that the engine counts -> histogram.
+_ENGINE_HISTOGRAMS = (
+    (STEP_TOKENS, "iteration_tokens_total", "Tokens of a step: of prompts, and generated."),
+    (block_lifetimes.LIFETIME, "kv_block_lifetime_seconds", "Time that a cache block kept its content; of a sample."),
+    (
+        block_lifetimes.IDLE, "kv_block_idle_before_evict_seconds",
+        "Time from a cache block's last use to its next content; of a sample.",
+    ),
+    (block_lifetimes.REUSE_GAP, "kv_block_reuse_gap_seconds", "Time between uses of a cache block; of a sample."),
+)  # fmt: skip
 
 
 _LABELS = ("model_name", "engine")
@@ -103,8 +116,9 @@ class Metrics:
         self.block_size = 0
         self.cache_tokens = self._gauge("kv_cache_num_tokens", "Tokens that the KV cache blocks can hold.")
         self.used_tokens = self._gauge("kv_cache_used_tokens", "Tokens that the used KV cache blocks can hold.")
-        self.steps = StepHistogram(self._labels)
-        self.registry.register(self.steps)
+        self.histograms = [EngineHistogram(*described, self._labels) for described in _ENGINE_HISTOGRAMS]
+        for histogram in self.histograms:
+            self.registry.register(histogram)
         self.accepted = AcceptedByPosition(self._labels)
         self.registry.register(self.accepted)
         self.http_requests = Counter(
@@ -142,7 +156,9 @@ class Metrics:
                 self._engine_counters[name] = self._counter(*described)
             self._engine_counters[name].inc(total - self._engine_totals.get(name, 0.0))
             self._engine_totals[name] = total
-        self.steps.totals = self.accepted.totals = statistics.totals
+        self.accepted.totals = statistics.totals
+        for histogram in self.histograms:
+            histogram.totals = statistics.totals
 
     def set_cache(self, block_size: int, num_blocks: int, cache_dtype: str) -> None:
         """`cache_config_info`, as vLLM has it: a 1 whose labels are the settings."""
@@ -199,21 +215,21 @@ class Metrics:
         return generate_latest(ManyNames(self.registry))
 
 
-class StepHistogram(Collector):
-    """Tokens of each step, a histogram that the engine counts.  `totals` are those of its statistics."""
+class EngineHistogram(Collector):
+    """A histogram that the engine counts.  `totals` are those of its statistics."""
 
-    def __init__(self, labels: dict[str, str]) -> None:
-        self._labels = labels
+    def __init__(self, histogram: TotalsHistogram, name: str, text: str, labels: dict[str, str]) -> None:
+        self._histogram = histogram
+        self._name, self._text, self._labels = f"deepinfer:{name}", text, labels
         self.totals: dict[str, float] = {}
 
     def collect(self) -> Iterator[Metric]:
-        buckets, count = [], 0.0
-        for bound in STEP_BOUNDS:
-            count += self.totals.get(step_bucket(bound), 0.0)
-            buckets.append((floatToGoString(bound), count))
-        text = "Tokens of a step: of prompts, and generated."
-        family = HistogramMetricFamily("deepinfer:iteration_tokens_total", text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), buckets, self.totals.get(STEP_TOKENS, 0.0))
+        counts = self._histogram.buckets(self.totals)
+        bounds = map(floatToGoString, (*self._histogram.bounds, math.inf))
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        family.add_metric(
+            list(self._labels.values()), list(zip(bounds, counts, strict=True)), self._histogram.sum(self.totals)
+        )
         yield family
 
 

@@ -20,6 +20,7 @@ VLLM = {
         "time_to_first_token_seconds", "time_per_output_token_seconds", "inter_token_latency_seconds",
         "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
         "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+        "kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds", "kv_block_reuse_gap_seconds",
     ),
 }  # fmt: skip
 SGLANG = {
