@@ -9,7 +9,8 @@ from deepinfer.recipe.errors import ConversionError
 from deepinfer.recipe.fields import describe
 
 _TYPES = ("object", "string", "number", "integer", "boolean", "array", "null")
-_STRING_FORMATS = ("email", "hostname", "ipv4", "ipv6", "uuid")
+# The last four are OpenAI's: its clients write them for dates and times.
+_STRING_FORMATS = ("email", "hostname", "ipv4", "ipv6", "uuid", "date-time", "time", "date", "duration")
 _NUMBER_KEYS = (
     "description", "const", "default", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
 )  # fmt: skip

@@ -166,6 +166,9 @@ def conversation_structure(
             return _whole_grammar(request, asked, control_ids["think_end"])
         answer = _as_format(asked)
     conversation = request.conversation
+    if asked is None and answer is not None and conversation.messages[-1].prefix:
+        message = f"{field} cannot be combined with an answer that is begun: it is of the whole answer"
+        raise ApiError(message, param=field)
     in_force = conversation.tools if conversation.tools_in_force else ()
     is_required = conversation.tool_choice == "required"
     schemas = [(tool.path, schema) for tool in in_force if (schema := enforced_schema(tool, is_required)) is not None]

@@ -37,6 +37,9 @@ _KEYWORDS = {
     ),
 }  # fmt: skip
 FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+# What any value satisfies: hints to a reader, and the types of numbers that hold all which is written here.
+FREE_FORMATS = ("int64", "double", "password", "binary", "path", "file-path", "directory-path")
+INT32 = (-(2**31), 2**31 - 1)
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 # A model that likes digits would write them for ever; these are the bounds of an unbounded number.
 MAX_INTEGER = 10**18
@@ -214,8 +217,9 @@ def _check_value(key: str, value: Any, at: str) -> None:
         if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
             raise must('a reference within the schema ("#/...")')
     elif key == "format":
-        if value not in FORMATS:
-            raise must(f"one of {', '.join(FORMATS)}")
+        allowed = (*FORMATS, "int32", *FREE_FORMATS)
+        if value not in allowed:
+            raise must(f"one of {', '.join(allowed)}")
     elif key == "pattern":
         if not isinstance(value, str):
             raise must("a regular expression")
@@ -308,6 +312,11 @@ def _bounded(schema: Any, is_merged: bool = False) -> Any:
             out[key] = [_bounded(entry, is_merged or merges) for entry in value]
         else:
             out[key] = _bounded(value, is_merged) if kind == _ONE else int(value) if _is_count(key) else value
+    if out.get("format") == "int32":
+        least, most = INT32
+        out["minimum"], out["maximum"] = max(least, out.get("minimum", least)), min(most, out.get("maximum", most))
+    if out.get("format") in ("int32", *FREE_FORMATS):
+        del out["format"]
     if "pattern" in out:
         out["pattern"] = portable_pattern(out["pattern"])
     if "$ref" in out:  # as an URI, which it need not be here
@@ -362,7 +371,7 @@ def _bound_string(schema: dict[str, Any]) -> None:
         schema["maxLength"] = min(longest, schema.get("maxLength", longest))
 
 
-_LONGEST = {"hostname": 253, "email": 64}
+_LONGEST = {"hostname": 253, "email": 64, "time": 24, "date-time": 35, "duration": 32}
 _BOUND = {
     "integer": _bound_integer,
     "number": _bound_number,

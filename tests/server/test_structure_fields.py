@@ -11,6 +11,7 @@ from tests.server.process import MODEL, Server
 from tests.server.test_bad_bodies import BODIES, check_error, post
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+FORMAT_FIELDS = {CHAT: "response_format", MESSAGES: "output_config.format"}
 CONVERSATIONS = (CHAT, RESPONSES, MESSAGES)
 ANY = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
 
@@ -167,6 +168,20 @@ def test_a_strict_schema_is_named_by_its_path(server: Server, schema: Any) -> No
     chat = {"response_format": {"type": "json_schema", "json_schema": wanted}}
     refused(server, CHAT, chat, "response_format.json_schema.schema")
     refused(server, RESPONSES, {"text": {"format": {"type": "json_schema", **wanted}}}, "text.format.schema")
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_format_is_of_the_whole_answer(server: Server, path: str) -> None:
+    """A value behind a beginning of it is none; vLLM's fields are of what is generated."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": '{"a": '}]
+    kind = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANY}}
+    formats: dict[str, Any] = {CHAT: {"response_format": kind, "continue_final_message": True}}
+    formats[CHAT] |= {"add_generation_prompt": False}
+    formats[MESSAGES] = {"output_config": {"format": {"type": "json_schema", "schema": ANY}}}
+    refused(server, path, {"messages": messages} | formats[path], FORMAT_FIELDS[path], "begun")
+    free = {"continue_final_message": True, "add_generation_prompt": False} if path == CHAT else {}
+    change = {"messages": messages, "guided_regex": "[0-9]{3}"} | free
+    assert server.http.post(path, json={"model": MODEL, **BODIES[path]} | change).status_code == 200
 
 
 def test_a_compiler_with_too_much_to_do_is_not_the_requests_fault() -> None:

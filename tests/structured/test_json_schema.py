@@ -327,3 +327,23 @@ def test_vllm_38696_whitespace_is_bounded() -> None:
     for text in ('{\n"questionType": "a b"}', '{"questionType":  "a b"}', '{"questionType": "a b"} '):
         assert not accepts(grammar, text)
     assert accepts(compiled_json({"type": "string"}), '"   \\n   \\t"')
+
+
+def test_formats_that_are_types_of_numbers_or_hints() -> None:
+    small = compiled_json({"type": "integer", "format": "int32", "minimum": 0})
+    assert accepts(small, "0") and accepts(small, "2147483647")
+    assert not accepts(small, "2147483648") and not accepts(small, "-1")
+    assert accepts(compiled_json({"type": "integer", "format": "int32"}), "-2147483648")
+    assert accepts(compiled_json({"type": "integer", "format": "int64"}), "-9007199254740991")
+    for name in ("password", "binary", "path"):
+        assert accepts(compiled_json({"type": "string", "format": name}), '"/x y\\n"')
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("time", "07:15:55.4666666666666666Z"), ("date-time", "2020-01-01T07:15:55.46666666666666666666Z"),
+     ("duration", "P" + "4" * 40 + "D")],
+)  # fmt: skip
+def test_digits_of_times_do_not_go_on_for_ever(name: str, text: str) -> None:
+    grammar = compiled_json({"type": "string", "format": name})
+    assert not accepts(grammar, json.dumps(text)) and accepts(grammar, json.dumps(re.sub("6{4,}|4{20,}", "6", text)))
