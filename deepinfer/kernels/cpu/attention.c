@@ -33,8 +33,9 @@ static void attend_tile(const float *const *q, i64 heads, i64 dim, const float *
     dots(q, heads, keys, dim, count, dim, logits, TILE);
     for (i64 h = 0; h < heads; h++) {
         float *row = logits + h * TILE, top = part->top[h], total = 0;
-        for (int t = 0; t < count; t++) {
-            row[t] *= scale;
+#pragma omp simd reduction(max : top)  // over whole tiles, so that a head is a few vectors
+        for (int t = 0; t < TILE; t++) {
+            row[t] = t < count ? row[t] * scale : -INFINITY;
             top = MAX(top, row[t]);
         }
         if (top > part->top[h]) {
@@ -45,8 +46,8 @@ static void attend_tile(const float *const *q, i64 heads, i64 dim, const float *
             for (i64 d = 0; d < dim; d++) part->acc[h * dim + d] *= shrink;
         }
 #pragma omp simd reduction(+ : total)
-        for (int t = 0; t < count; t++) {
-            row[t] = fast_exp(row[t] - top);
+        for (int t = 0; t < TILE; t++) {
+            row[t] = t < count ? fast_exp(row[t] - top) : 0;
             total += row[t];
         }
         part->total[h] += total;
