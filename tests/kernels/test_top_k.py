@@ -41,3 +41,15 @@ def test_a_nan_is_an_error_or_is_left_out(device: str):
     assert ops.top_k(scores, 2, behind, False, "raise")[1].tolist() == [[0, -1]]
     with pytest.raises(ValueError, match="'ignore' or 'raise'"):
         ops.top_k(scores, 2, None, False, "drop")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_rows_than_a_grid_is_high(device: str):
+    scores = normal(torch.Generator().manual_seed(1), 70_000, 40).to(device)
+    ends = (torch.arange(70_000, device=device) % 41).int()
+    values, positions = ops.top_k(scores, 3, ends, True, "ignore")
+    hidden = torch.arange(40, device=device) >= ends.unsqueeze(1)
+    expected = scores.masked_fill(hidden, -INF).sort(dim=1, descending=True, stable=True)
+    found = torch.arange(3, device=device) < ends.unsqueeze(1)
+    assert torch.equal(values, expected.values[:, :3])
+    assert torch.equal(positions.long(), expected.indices[:, :3].where(found, -1))

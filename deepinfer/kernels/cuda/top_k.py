@@ -20,6 +20,7 @@ from deepinfer.kernels.registry import backend
 
 SEGMENT = 16384  # positions of one program
 LARGEST_K = 4096
+MOST_ROWS = 65535  # of a launch: the second dimension of a grid
 LOWEST = tl.constexpr(0x007FFFFF)  # ordered bits of -inf
 
 
@@ -105,6 +106,12 @@ def select_top_k(scores: Tensor, k: int, row_k: Tensor | None = None, ends: Tens
     row_k int64 [N]: so many, at most k, which is at most LARGEST_K; ends int32 [N]: where rows end. On Hopper in CUDA
     C++ (kernels/deep_select), elsewhere in Triton.
     """
+    if len(scores) > MOST_ROWS:
+        parts = (slice(first, first + MOST_ROWS) for first in range(0, len(scores), MOST_ROWS))
+        of_rows = [
+            (scores[p], k, None if row_k is None else row_k[p], None if ends is None else ends[p]) for p in parts
+        ]
+        return torch.cat([select_top_k(*part) for part in of_rows])
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     chosen = deep_select.select_top_k(scores, k, row_k, ends)
