@@ -339,6 +339,14 @@ def test_what_it_does_not_cover_is_left_to_others():
     assert sparse_attention(q[..., :448], *rest) is NotImplemented
     assert sparse_attention(q, case.window_cache.float(), *rest[1:]) is NotImplemented
     assert sparse_attention(q, case.window_cache, case.window_slots.long(), *rest[2:]) is NotImplemented
+    assert sparse_attention(q[:1], *rest) is NotImplemented  # slots of two tokens
+    assert sparse_attention(q, *rest[:4], case.sink[:63], SCALE) is NotImplemented
+
+
+def test_the_fused_kernel_says_what_it_needs():
+    q, ones = torch.zeros(2, 64, DIM), torch.ones(2, 32)
+    with pytest.raises(ValueError, match=r"q must be BF16 .* got q torch.float32 \[2, 64, 512\] on cpu"):
+        fused_attention(q, ones, ones, q, torch.zeros(2, 1, dtype=torch.int32), None, None, torch.zeros(64), SCALE)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
