@@ -44,7 +44,7 @@ from deepinfer.speculation.slot_scores import SlotScores
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.speculation.step_times import StepTimes
 
-OLD_CHANCES = 0.5  # what the chances of the drafts before count for, beside those of all
+OLD_CHANCES = 0.6  # what the chances of the drafts before count for, beside those of all: best for nano's head
 
 
 @dataclass(slots=True)

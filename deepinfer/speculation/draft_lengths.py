@@ -29,8 +29,7 @@ def draft_lengths(
     num_sequences, num_drafts = survival.shape
     has_chance = (np.arange(num_drafts) < room[:, None]) & (survival > 0)  # also not what is no number
     chances = np.where(has_chance, survival, 0.0).ravel()
-    order = np.argsort(-chances, kind="stable")  # a sequence's drafts stay in their order
-    order = order[: np.count_nonzero(chances)]
+    order = np.argsort(-chances)[: np.count_nonzero(chances)]  # only how many of a sequence are admitted matters
     tau = num_sequences + np.concatenate(([0.0], np.cumsum(chances[order])))
     theta = tau / step_ms[: len(tau)]
     if until_first_fall:

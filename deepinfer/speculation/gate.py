@@ -17,6 +17,7 @@ from deepinfer.speculation.step_times import StepTimes
 OPENS = 1.03  # the expected gain from which drafts are made; they are until there is none
 REVIEW = 4  # steps after which the gain is looked at again
 CHECK_AFTER, CHECK_EVERY = 12, 512  # steps with drafts, where the time without is not known and where it is
+SURE, CHECK_RARELY = 1.3, 8192  # the gain from which the latter is rare
 CHECK_STEPS = 4  # without drafts; the first of them verifies the latest, and tells nothing
 PROBE_SHARE = 0.01  # of the time may go into drafts that are not expected to pay
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps between two probes: twice as many each time that it stays closed
@@ -40,6 +41,7 @@ class DraftGate:
         self._left = 0  # steps that are left of it
         self._failures = 0  # times that drafts did not pay since they last did
         self._reviewed = 0  # sequences at the latest review
+        self._gain = 1.0  # that was expected then
         self._expected = self._accepted = 0.0
 
     @property
@@ -68,7 +70,8 @@ class DraftGate:
         if self._left:
             self._left -= 1
             return False
-        if self._steps < (CHECK_EVERY if self.times.knows_plain(num_sequences) else CHECK_AFTER):
+        after = CHECK_RARELY if self._gain >= SURE else CHECK_EVERY
+        if self._steps < (after if self.times.knows_plain(num_sequences) else CHECK_AFTER):
             return True
         self._steps, self._left = 0, CHECK_STEPS - 1
         return False
@@ -110,7 +113,8 @@ class DraftGate:
 
     def _review(self, num_sequences: int) -> None:
         self.times.correct()
-        opens = self.gain(num_sequences) >= (1.0 if self.is_open else OPENS)
+        self._gain = self.gain(num_sequences)
+        opens = self._gain >= (1.0 if self.is_open else OPENS)
         if opens != self.is_open:
             self.is_open, self._steps, self._left = opens, 0, 0
 

@@ -2,8 +2,9 @@
 
 A running engine is not the one that was measured: it has host work, other contexts, a machine that others use. So the
 steps that end correct the curve, by batch size (powers of two). Steps without drafts: by the median of the latest few.
-Steps that make drafts: by a line over the share of the possible drafts that they verify, so that what was tried tells
-of what was not, and a few steps that were disturbed rule out nothing.
+Steps that make drafts: by a line over the share of the possible drafts that they verify, through the medians of such
+steps by share. So what was tried tells of what was not, steps that were disturbed of nothing, and what other shares
+took is not forgotten as soon as one of them is settled on.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from deepinfer.speculation.draft_lengths import price_of_all
 
 BOUND = 10.0  # most that the curve is corrected by, either way
 ENOUGH = 3  # steps without which nothing is known
-KEPT_PLAIN, KEPT_DRAFTING = 9, 32  # latest steps that count
-RIDGE = 0.1  # how much the curve's own shape counts: as variance of the share that steps verify
+KEPT = 9  # latest steps that count, of a kind and a share
+SHARES = 8  # that are told apart
+MEMORY = 1024  # steps with drafts after which nothing is known of a share any more
+RIDGE = 0.02  # how much the curve's own shape counts: as variance of the share that steps verify
 
 
 class StepTimes:
@@ -36,8 +39,8 @@ class StepTimes:
         self._num_drafts = num_drafts
         num_classes = len(step_ms).bit_length() + 1
         # Logarithms of how many times the expected time steps took, by batch size; with drafts, behind their share.
-        self._plain: list[deque[float]] = [deque(maxlen=KEPT_PLAIN) for _ in range(num_classes)]
-        self._drafting: list[deque[tuple[float, float]]] = [deque(maxlen=KEPT_DRAFTING) for _ in range(num_classes)]
+        self._plain: list[deque[float]] = [deque(maxlen=KEPT) for _ in range(num_classes)]
+        self._drafting = [DraftingSteps() for _ in range(num_classes)]
         self._lines: dict[tuple[bool, int], tuple[float, float]] = {}  # by kind and batch size, where enough is known
         self._times: dict[tuple[int, bool, int | None], np.ndarray] = {}  # that were asked for
         self._prices: dict[tuple[int, bool], float] = {}
@@ -83,7 +86,7 @@ class StepTimes:
         if drafting:
             share = (num_rows - num_sequences) / (num_sequences * self._num_drafts)
             expected = self._step_ms[num_rows] + self._draft_ms[num_sequences]
-            self._drafting[size].append((share, log(ms / expected)))
+            self._drafting[size].add(share, log(ms / expected))
         else:
             self._plain[size].append(log(ms / self._step_ms[num_rows]))
 
@@ -96,8 +99,7 @@ class StepTimes:
     def fade(self) -> None:
         """Drafts have not been verified for long: what is known of such steps slowly counts less than the curve."""
         for steps in self._drafting:
-            if steps:
-                steps.popleft()
+            steps.fade()
 
     def _line(self, drafting: bool, size: int) -> tuple[float, float]:
         """Logarithm of the correction without drafts to verify, and what is added with all; of the nearest known size.
@@ -105,8 +107,8 @@ class StepTimes:
         Where no steps of a kind are known, the others tell: the machine is the same.
         """
         for kind in (drafting, not drafting):
-            counts = map(len, self._drafting if kind else self._plain)
-            known = [i for i, count in enumerate(counts) if count >= ENOUGH]
+            of_kind = self._drafting if kind else self._plain
+            known = [i for i, steps in enumerate(of_kind) if len(steps) >= ENOUGH]
             if known:
                 nearest = min(known, key=lambda i: abs(i - size))
                 if (kind, nearest) not in self._lines:
@@ -116,13 +118,42 @@ class StepTimes:
         return 0.0, 0.0
 
     def _fit(self, drafting: bool, size: int) -> tuple[float, float]:
-        if not drafting:
-            return median(self._plain[size]), 0.0
-        share, ratio = np.array(self._drafting[size]).T
-        offset, slope = _fitted(share, ratio)
-        residuals = np.abs(ratio - offset - slope * share)
-        usual = residuals <= 2 * np.median(residuals) + 0.01  # the others were disturbed
-        return _fitted(share[usual], ratio[usual])
+        return self._drafting[size].line() if drafting else (median(self._plain[size]), 0.0)
+
+
+class DraftingSteps:
+    """Steps of one batch size that made drafts: logarithms of how many times the expected time they took."""
+
+    def __init__(self) -> None:
+        self._steps: list[deque[tuple[float, float]]] = [deque(maxlen=KEPT) for _ in range(SHARES)]  # and shares
+        self._latest = [0] * SHARES  # when each of these got one
+        self._number = 0
+
+    def __len__(self) -> int:
+        """The latest steps of the share of which most is known."""
+        return max(map(len, self._steps))
+
+    def add(self, share: float, ratio: float) -> None:
+        """A step that verified this share of the possible drafts took exp(ratio) times what was expected."""
+        index = min(int(share * SHARES), SHARES - 1)
+        self._number += 1
+        self._steps[index].append((share, ratio))
+        self._latest[index] = self._number
+        for steps, latest in zip(self._steps, self._latest, strict=True):
+            if self._number - latest > MEMORY:
+                steps.clear()
+
+    def fade(self) -> None:
+        """Forget the oldest step of each share."""
+        for steps in self._steps:
+            if steps:
+                steps.popleft()
+
+    def line(self) -> tuple[float, float]:
+        """Offset and slope over the share, through the medians of the shares of which enough is known."""
+        known = [tuple(zip(*steps, strict=True)) for steps in self._steps if len(steps) >= ENOUGH]
+        shares = np.array([np.mean(share) for share, _ in known])
+        return _fitted(shares, np.array([median(ratio) for _, ratio in known]))
 
 
 def _fitted(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import pytest
 
 from deepinfer.speculation.draft_lengths import draft_lengths
 from deepinfer.speculation.gate import LONGEST_PAUSE, DraftGate
-from deepinfer.speculation.step_times import BOUND, ENOUGH, KEPT_PLAIN, StepTimes
+from deepinfer.speculation.step_times import BOUND, ENOUGH, KEPT, MEMORY, StepTimes
 
 NUM_DRAFTS = 5
 ROWS = 64 * (1 + NUM_DRAFTS)
@@ -151,7 +151,7 @@ def test_steps_without_drafts_follow_the_median() -> None:
         times.observe(4, 4, False, ms)
     times.correct()
     assert times.plain(4) == pytest.approx(2 * FLAT[4])
-    for _ in range(KEPT_PLAIN):
+    for _ in range(KEPT):
         times.observe(4, 4, False, 100 * FLAT[4])
     times.correct()
     assert times.plain(4) == pytest.approx(BOUND * FLAT[4])
@@ -177,9 +177,26 @@ def test_steps_with_drafts_follow_a_line() -> None:
     assert times.by_drafts(4, True)[20] == FLAT[24] + DRAFTS[4]
 
 
+def test_what_other_shares_took_is_remembered_for_long_but_not_for_ever() -> None:
+    """All drafts are verified for long; that fewer rows would take as much time was found out before."""
+    times = StepTimes(STEEP, DRAFTS, NUM_DRAFTS)
+    flat = STEEP[24] + DRAFTS[4]
+    for rows in (9, 24):
+        for _ in range(ENOUGH):
+            times.observe(4, rows, True, flat)
+    for _ in range(MEMORY - ENOUGH):
+        times.observe(4, 24, True, flat)
+    times.correct()
+    assert times.by_drafts(4, True)[5] == pytest.approx(flat, rel=0.1)
+    for _ in range(ENOUGH + 1):
+        times.observe(4, 24, True, flat)
+    times.correct()
+    assert times.by_drafts(4, True)[5] == STEEP[9] + DRAFTS[4]
+
+
 def test_steps_that_verify_and_make_none_teach_nothing() -> None:
     times = StepTimes(FLAT, DRAFTS, NUM_DRAFTS)
-    for _ in range(KEPT_PLAIN):
+    for _ in range(KEPT):
         times.observe(4, 24, False, 1e3)
     times.correct()
     assert times.plain(4) == FLAT[4]

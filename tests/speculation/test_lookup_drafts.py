@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.kernels import ops
@@ -22,6 +22,7 @@ def lookup(text: list[int], num_drafts: int, min_match: int, max_match: int) -> 
     return [NO_DRAFT] * num_drafts, 0
 
 
+@settings(deadline=None)  # the first call may compile kernels
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=5),
     num_drafts=st.integers(1, 6),
@@ -44,6 +45,7 @@ def test_lookup_finds_the_latest_of_the_longest_matches(
         assert (drafts[row].tolist(), int(length[row])) == lookup(text, num_drafts, min(matches), max(matches))
 
 
+@settings(deadline=None)  # the first call may compile kernels
 @given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.booleans(), min_size=5, max_size=5)), min_size=1, max_size=6))
 def test_as_many_drafts_are_accepted_as_agree_in_a_row(cases: list[tuple[int, list[bool]]]) -> None:
     num_drafts = 4
