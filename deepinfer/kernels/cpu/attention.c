@@ -1,8 +1,9 @@
 // Sparse attention over window and latent rows, one online softmax (spec: model, section 5). Keys are decoded once for
-// all heads, TILE at a time. A single query splits its keys over the threads; the parts are merged at the end.
+// all heads, TILE at a time. Every SPAN keys are a part of their own, and the parts are added up in order: so a result
+// depends neither on the number of threads, over which few queries spread their parts, nor on the batch.
 #include "rows.h"
 
-enum { TILE = 16, MIN_KEYS_A_PART = 64 };
+enum { TILE = 16, SPAN = 64 };
 
 typedef struct {
     float *top, *total, *acc;  // [H], [H], [H, d]: running maximum, sum of exponentials, weighted sum
@@ -57,21 +58,50 @@ static void attend_tile(const float *const *q, i64 heads, i64 dim, const float *
     for (; h < heads; h++) add_values(1, logits + h * TILE, keys, count, dim, part->acc + h * dim);
 }
 
-// out[h] = sum of the parts' weighted sums / (their totals + exp(sink)), all against the common maximum.
-static void merge_parts(const float *states, i64 parts, i64 heads, i64 dim, const float *sink, float *out) {
-    const i64 state = heads * (dim + 2);
-    for (i64 h = 0; h < heads; h++) {
-        float *to = out + h * dim, top = sink[h];
-        for (i64 p = 0; p < parts; p++) top = MAX(top, states[p * state + h]);
-        float total = fast_exp(sink[h] - top);
-        for (i64 p = 0; p < parts; p++)
-            total += states[p * state + heads + h] * fast_exp(states[p * state + h] - top);
-        for (i64 p = 0; p < parts; p++) {
-            const float factor = fast_exp(states[p * state + h] - top) / total;
-            const float *acc = states + p * state + 2 * heads + h * dim;
-#pragma omp simd
-            for (i64 d = 0; d < dim; d++) to[d] = (p ? to[d] : 0) + acc[d] * factor;
+// The keys of one call: slots [n, window_count] and [n, latent_count], -1 for none.
+typedef struct {
+    Rows window, latent;
+    const int32_t *window_slots, *latent_slots;
+    i64 window_count, latent_count;
+} Keys;
+
+// Query i over its keys [first, last): `part` is overwritten. keys [TILE, dim] and logits [heads, TILE] are scratch.
+static void attend_span(const Keys *all, i64 i, i64 first, i64 last, const float *const *q, i64 heads, i64 dim,
+                        float scale, const float *sink, Part *part, float *keys, float *logits) {
+    memcpy(part->top, sink, heads * sizeof(float));
+    memset(part->total, 0, (heads + heads * dim) * sizeof(float));
+    int count = 0;
+    for (i64 k = first; k < last; k++) {
+        const int in_window = k < all->window_count;
+        const i64 slot = in_window ? all->window_slots[i * all->window_count + k]
+                                   : all->latent_slots[i * all->latent_count + k - all->window_count];
+        const Rows *rows = in_window ? &all->window : &all->latent;
+        if (slot >= 0) decode_row(rows->kind, row_at(rows, slot), dim, keys + count++ * dim);
+        if (count == TILE || (count && k + 1 == last)) {
+            attend_tile(q, heads, dim, keys, count, scale, part, logits);
+            count = 0;
         }
+    }
+}
+
+static Part part_at(float *state, i64 heads) { return (Part){state, state + heads, state + 2 * heads}; }
+
+static void add_part(const Part *part, i64 heads, i64 dim, const Part *sum) {
+    for (i64 h = 0; h < heads; h++) {
+        const float top = MAX(sum->top[h], part->top[h]);
+        const float keep = fast_exp(sum->top[h] - top), factor = fast_exp(part->top[h] - top);
+        sum->top[h] = top;
+        sum->total[h] = sum->total[h] * keep + part->total[h] * factor;
+#pragma omp simd
+        for (i64 d = 0; d < dim; d++) sum->acc[h * dim + d] = sum->acc[h * dim + d] * keep + part->acc[h * dim + d] * factor;
+    }
+}
+
+static void divide(const Part *sum, i64 heads, i64 dim, const float *sink, float *out) {
+    for (i64 h = 0; h < heads; h++) {
+        const float factor = 1.0f / (sum->total[h] + fast_exp(sink[h] - sum->top[h]));
+#pragma omp simd
+        for (i64 d = 0; d < dim; d++) out[h * dim + d] = sum->acc[h * dim + d] * factor;
     }
 }
 
@@ -81,50 +111,47 @@ EXPORT int sparse_attention(const float *q, i64 n, i64 heads, i64 dim,  //
                             const void *latent, i64 latent_page, i64 latent_page_stride, i64 latent_row_stride,
                             int latent_kind, const int32_t *latent_slots, i64 latent_count,  //
                             const float *sink, float scale, float *out) {
-    const Rows caches[2] = {{window, window_page, window_page_stride, window_row_stride, window_kind},
-                            {latent, latent_page, latent_page_stride, latent_row_stride, latent_kind}};
-    const i64 keys_a_row = window_count + latent_count, state = heads * (dim + 2);
-    const int parallel = n * keys_a_row * heads * dim > PARALLEL_WORK;
-    i64 parts = 1;
-    if (parallel && n < THREADS) parts = MAX(1, MIN((THREADS + n - 1) / n, keys_a_row / MIN_KEYS_A_PART));
-    const i64 span = (keys_a_row + parts - 1) / parts;
-    float *states = parts > 1 ? malloc((size_t)(n * parts * state) * sizeof(float)) : NULL;
-    int failed = parts > 1 && !states;
+    const Keys all = {{window, window_page, window_page_stride, window_row_stride, window_kind},
+                      {latent, latent_page, latent_page_stride, latent_row_stride, latent_kind},
+                      window_slots, latent_slots, window_count, latent_count};
+    const i64 num_keys = window_count + latent_count, state = heads * (dim + 2);
+    const i64 parts = MAX(1, (num_keys + SPAN - 1) / SPAN);
+    const int parallel = n * num_keys * heads * dim > PARALLEL_WORK;
+    const i64 shares = parallel && n < THREADS ? parts : 1;  // work items of a query
+    float *states = shares > 1 ? malloc((size_t)(n * parts * state) * sizeof(float)) : NULL;
+    int failed = shares > 1 && !states;
 #pragma omp parallel if (parallel)
     {
-        float *buffer = malloc((TILE * dim + TILE * heads + state) * sizeof(float));
-        float *keys = buffer, *logits = keys + TILE * dim, *own_state = logits + TILE * heads;
+        float *buffer = malloc((TILE * dim + TILE * heads + 2 * state) * sizeof(float));
+        float *keys = buffer, *logits = keys + TILE * dim, *own = logits + TILE * heads;
         const float **queries = malloc(heads * sizeof *queries);
         if (!buffer || !queries) failed = 1;
 #pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
-        for (i64 item = 0; item < n * parts; item++) {
+        for (i64 item = 0; item < n * shares; item++) {
             if (failed) continue;
-            const i64 i = item / parts, first = item % parts * span, last = MIN(first + span, keys_a_row);
-            float *s = parts > 1 ? states + item * state : own_state;
-            Part part = {s, s + heads, s + 2 * heads};
-            for (i64 h = 0; h < heads; h++) {
-                queries[h] = q + (i * heads + h) * dim;
-                part.top[h] = sink[h];
+            const i64 i = item / shares, begin = item % shares, end = shares > 1 ? begin + 1 : parts;
+            const Part sum = part_at(shares > 1 ? states + item * state : own, heads);
+            for (i64 h = 0; h < heads; h++) queries[h] = q + (i * heads + h) * dim;
+            for (i64 p = begin; p < end; p++) {
+                Part part = p == begin ? sum : part_at(own + state, heads);
+                attend_span(&all, i, p * SPAN, MIN((p + 1) * SPAN, num_keys), queries, heads, dim, scale, sink, &part, keys,
+                            logits);
+                if (p > begin) add_part(&part, heads, dim, &sum);
             }
-            memset(part.total, 0, (heads + heads * dim) * sizeof(float));
-            int count = 0;
-            for (i64 k = first; k < last; k++) {
-                const int of = k >= window_count;
-                const i64 slot = of ? latent_slots[i * latent_count + k - window_count] : window_slots[i * window_count + k];
-                if (slot >= 0) decode_row(caches[of].kind, row_at(&caches[of], slot), dim, keys + count++ * dim);
-                if (count == TILE || (count && k + 1 == last)) {
-                    attend_tile(queries, heads, dim, keys, count, scale, &part, logits);
-                    count = 0;
-                }
-            }
-            if (parts == 1) merge_parts(s, 1, heads, dim, sink, out + i * heads * dim);
+            if (shares == 1) divide(&sum, heads, dim, sink, out + i * heads * dim);
         }
         free(buffer);
         free(queries);
     }
-    for (i64 i = 0; parts > 1 && !failed && i < n; i++)
-        merge_parts(states + i * parts * state, parts, heads, dim, sink, out + i * heads * dim);
+    for (i64 i = 0; shares > 1 && !failed && i < n; i++) {
+        const Part sum = part_at(states + i * parts * state, heads);
+        for (i64 p = 1; p < parts; p++) {
+            const Part part = part_at(states + (i * parts + p) * state, heads);
+            add_part(&part, heads, dim, &sum);
+        }
+        divide(&sum, heads, dim, sink, out + i * heads * dim);
+    }
     free(states);
     return failed;
 }
