@@ -2,114 +2,34 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from deepinfer.commands.options import Group, examples, takes
-
-if TYPE_CHECKING:
-    from deepinfer.deepspec.acceptance import Answer
-    from deepinfer.deepspec.losses import LossWeights
+from deepinfer.commands.deepspec_options import (
+    ASKED,
+    MEASURED,
+    TRAINED,
+    Length,
+    Out,
+    Target,
+    Temperature,
+    ask_target,
+    check_plot,
+    checked_draft,
+    folder_of,
+    loss_weights,
+    progress,
+)
+from deepinfer.commands.options import examples, takes
 
 app = typer.Typer(
     help="Train and measure draft models for speculative decoding.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Target = Annotated[str, typer.Option("--target", help="`nano`, a V4.1 checkpoint or a Hugging Face folder.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Tasks = Annotated[
-    Path, typer.Option(help="Folder with files of GSM8K, MATH-500, HumanEval, MBPP, MT-Bench, Alpaca ...")
-]
-Out = Annotated[Path, typer.Option(help="Answers and results go here; a run that was stopped goes on.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Prompts of each task set; default: all.")]
-MaxTokens = Annotated[int, typer.Option(min=2, help="Longest answer.")]
-Length = Annotated[int, typer.Option(min=16, help="Tokens of a row: prompt and answer, cut or padded.")]
-Draft = Annotated[str | None, typer.Option("--draft", help="Folder of the draft; default: the target's head.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="Of the answers; 0 is greedy.")]
-Seed = Annotated[int, typer.Option(min=0, help="Same seed, same answers.")]
-Plot = Annotated[Path | None, typer.Option(help="Also draw it (.svg or .png); needs matplotlib.")]
-
-# What the commands that let the target answer have in common.
-ASKED: Group = {
-    "tasks": (Tasks, ...),
-    "target": (Target, "nano"),
-    "max_tokens": (MaxTokens, 256),
-    "limit": (Limit, None),
-    "seed": (Seed, 0),
-    "device": (Device, "cpu"),
-}
-# What both kinds of training have in common.
-TRAINED: Group = {
-    "target": (Target, "nano"),
-    "anchors": (Annotated[int, typer.Option(min=1, help="Blocks of a row.")], 64),
-    "gamma": (Annotated[float, typer.Option(min=0.1, help="Draft k counts exp(-k / gamma).")], 4.0),
-    "coldest": (Annotated[float, typer.Option(min=0.05, max=1.0, help="Lowest temperature drafted for.")], 1.0),
-    "at_one": (Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of blocks at temperature 1.")], 0.5),
-    "seed": (Annotated[int, typer.Option(min=0)], 0),
-    "device": (Device, "cpu"),
-    "plot": (Plot, None),
-}
-MEASURED: Group = ASKED | {"draft": (Draft, None), "length": (Length, 1024), "plot": (Plot, None)}
-
-
-def _folder(target: str) -> Path:
-    from deepinfer.engine.model_path import resolve_model
-
-    return resolve_model(target)
-
-
-def _loss_weights(how: dict[str, Any]) -> LossWeights:
-    from deepinfer.deepspec.losses import LossWeights
-
-    return LossWeights(gamma=how["gamma"], coldest=how["coldest"], at_one=how["at_one"])
-
-
-@contextmanager
-def _progress(text: str, total: int, is_shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; gives the function that moves it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
-        task = bar.add_task(text, total=total)
-        yield lambda count: bar.advance(task, count)
-
-
-def _answers(
-    asked: dict[str, Any], temperature: float, out: Path, rank: int = 0, ranks: int = 1
-) -> dict[str, list[Answer]]:
-    """The target's answers to every task set, kept in `out`: one file a set, turn, temperature and process."""
-    from deepinfer.deepspec.answers import Sampling, load_writer, write_answers
-    from deepinfer.deepspec.targets import fingerprint
-    from deepinfer.deepspec.tasks import read_tasks
-
-    folder, found, sets = _folder(asked["target"]), {}, read_tasks(asked["tasks"], asked["limit"])
-    sampling = Sampling(temperature, asked["max_tokens"], asked["seed"])
-    writer, target = load_writer(folder, asked["device"]), fingerprint(folder)
-    part = f".{rank}-of-{ranks}" if ranks > 1 else ""
-    for name, prompts in ((name, every[rank::ranks]) for name, every in sets.items()):
-        found[name], said = list["Answer"](), [list[list[int]]() for _ in prompts]
-        for turn in range(1 + max((len(prompt.later) for prompt in prompts), default=-1)):
-            asking = [i for i, prompt in enumerate(prompts) if len(prompt.later) >= turn]
-            path = out / f"{name}{f'-turn{turn + 1}' if turn else ''}-t{temperature:g}{part}.jsonl"
-            with _progress(f"answers to {path.stem}", len(asking), is_shown=rank == 0) as advance:
-                ids = [writer.encode(prompts[i], said[i]) for i in asking]
-                answers = write_answers(path, ids, writer.write, sampling, advance, target)
-            for i, answer in zip(asking, answers, strict=True):
-                said[i].append(answer.token_ids[len(answer.prompt) :])
-            found[name] += answers
-    del writer  # the engine's memory is wanted for what comes
-    gc.collect()
-    return found
 
 
 @app.command(
@@ -133,25 +53,40 @@ def prepare(
     Rows are all answers in the folder, also those of an earlier run with another temperature.
     """
     from deepinfer.deepspec.answers import read_folder
-    from deepinfer.deepspec.rows import cache_bytes, rows_of, write_cache
-    from deepinfer.deepspec.targets import load_target
+    from deepinfer.deepspec.files import check_output_folder
+    from deepinfer.deepspec.rows import cache_bytes, check_room, rows_of, write_cache
+    from deepinfer.deepspec.targets import fingerprint, load_target, target_shape
+    from deepinfer.deepspec.tasks import read_tasks
     from deepinfer.deepspec.train import processes, wait_for_all
 
+    folder = folder_of(asked["target"])
     with processes(asked["device"]) as (rank, ranks, device):
-        _answers({**asked, "device": device}, temperature, out / "answers", rank, ranks)
+        check_output_folder(out)
+        turns = sum(
+            1 + len(prompt.later) for part in read_tasks(asked["tasks"], asked["limit"]).values() for prompt in part
+        )
+        most = cache_bytes(turns, length, target_shape(folder))
+        if cache:  # known before hours of answering
+            check_room(out, most)
+        if rank == 0 and cache:
+            print(f"{turns} prompts: hidden states of at most {most / 2**20:,.1f} MiB", flush=True)
+        ask_target({**asked, "device": device}, temperature, out / "answers", rank, ranks)
         wait_for_all(ranks)
-        rows = rows_of(read_folder(out), length)
+        answers = read_folder(out)
+        rows = rows_of(answers, length)
         if rank == 0:
             print(f"{len(rows)} rows of {length} tokens, {int(rows.counted.sum()):,} written by the target")
+            if len(rows) < len(answers):
+                print(f"{len(answers) - len(rows)} answers left out: their prompts alone fill a row, see --length")
         if not cache:
             return
-        model = load_target(_folder(asked["target"]), length, device)
+        model = load_target(folder, length, device)
         size = cache_bytes(len(rows), length, model.shape)
         if rank == 0:
             a_token = f"{size / len(rows) / length:,.0f} bytes a token"
             print(f"hidden-state cache: {size / 2**20:,.1f} MiB ({a_token})", flush=True)
-        with _progress("shards", -(-len(rows) // rows_a_shard), is_shown=rank == 0) as advance:
-            write_cache(out / "cache", rows, model, rows_a_shard, advance, rank, ranks)
+        with progress("shards", -(-len(rows) // rows_a_shard), is_shown=rank == 0) as advance:
+            write_cache(out / "cache", rows, model, rows_a_shard, advance, rank, ranks, fingerprint(folder))
         wait_for_all(ranks)
 
 
@@ -171,7 +106,7 @@ def train(
     steps: Annotated[int, typer.Option(min=1)] = 1000,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a step, of each process.")] = 8,
     block_size: Annotated[int, typer.Option(min=1, help="Drafts of a block.")] = 5,
-    num_layers: Annotated[int, typer.Option(min=1)] = 2,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Default: 2, of eagle3 its one.")] = None,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 6e-4,
     noise_token_id: Annotated[int, typer.Option(min=0, help="Stands for the tokens to be drafted.")] = 0,
     length: Annotated[
@@ -183,24 +118,28 @@ def train(
     from deepinfer.deepspec import train as training
     from deepinfer.deepspec.answers import read_folder
     from deepinfer.deepspec.drafts import DraftConfig, build_draft
+    from deepinfer.deepspec.files import check_output_folder
     from deepinfer.deepspec.rows import cached_batches, computed_batches, rows_of, shard_sizes
-    from deepinfer.deepspec.targets import load_target
+    from deepinfer.deepspec.targets import fingerprint, load_target, target_shape
 
-    answers = read_folder(data)
-    shards = sorted((data / "cache").glob("*.safetensors"))
+    check_output_folder(out)
+    check_plot(how)
+    folder = folder_of(how["target"])
+    name = fingerprint(folder)
+    answers = read_folder(data, name)
+    shards = sorted((data / "cache").glob("shard-*.safetensors"))
     if shards:
-        cached = shard_sizes(shards)[1]
+        cached = shard_sizes(shards, target_shape(folder), name)[1]
         if length not in (None, cached):
             raise ValueError(f"length: {length}, allowed: {cached}, that of the cache in {data}")
         length = cached
     length = length or 512
     seed = how["seed"]
-    options = training.TrainingOptions(
-        steps, batch, how["anchors"], learning_rate, seed=seed, losses=_loss_weights(how)
-    )
+    options = training.TrainingOptions(steps, batch, how["anchors"], learning_rate, seed=seed, losses=loss_weights(how))
     with training.processes(how["device"]) as (rank, ranks, own):
-        model = load_target(_folder(how["target"]), length, own)
-        config = DraftConfig(algorithm, model.shape, block_size, num_layers, noise_token_id=noise_token_id)
+        model = load_target(folder, length, own)
+        layers = num_layers or (1 if algorithm == "eagle3" else 2)
+        config = DraftConfig(algorithm, model.shape, block_size, layers, noise_token_id=noise_token_id)
         trainer = training.Trainer(build_draft(config, seed).to(own), model, options, ranks)
         trainer.resume(out)
         if shards:
@@ -208,7 +147,7 @@ def train(
         else:
             rows = rows_of(answers, length)
             batches = computed_batches(rows, model, batch, seed, rank, ranks, trainer.step)
-        with _progress("steps", steps, is_shown=rank == 0) as advance:
+        with progress("steps", steps, is_shown=rank == 0) as advance:
             advance(trainer.step)
 
             def after(trainer: training.Trainer) -> None:
@@ -248,12 +187,17 @@ def train_head(
 ) -> None:
     """Train the draft head of a V4.1 checkpoint, which the engine runs."""
     from deepinfer.deepspec import v41_train
+    from deepinfer.deepspec.files import check_output_folder
+    from deepinfer.deepspec.train import check_device
 
+    check_device(how["device"])
+    check_output_folder(out)
+    check_plot(how)
     options = v41_train.HeadOptions(
-        minutes, stages, batch, reads, how["anchors"], length, peak, how["seed"], _loss_weights(how)
+        minutes, stages, batch, reads, how["anchors"], length, peak, how["seed"], loss_weights(how)
     )
-    start = None if init is None else _folder(init)
-    run = v41_train.train_head(_folder(how["target"]), data, out, options, how["device"], start)
+    start = None if init is None else folder_of(init)
+    run = v41_train.train_head(folder_of(how["target"]), data, out, options, how["device"], start)
     if how["plot"] is not None:
         from deepinfer.deepspec.plots import plot_training
 
@@ -273,7 +217,7 @@ def attach(
     """Put a trained head into a V4.1 checkpoint; the target's own tensors stay as they are. Calibrate it then."""
     from deepinfer.deepspec.v41_checkpoint import attach_head
 
-    config = attach_head(_folder(target), head, out)
+    config = attach_head(folder_of(target), head, out)
     print(f"{out}: {config.num_nextn_predict_layers} draft layers, {config.dspark_block_size} drafts a round")
 
 
@@ -298,14 +242,14 @@ def eval(
     from deepinfer.deepspec.plots import plot_acceptance
     from deepinfer.deepspec.targets import load_target
 
-    folder, length = _folder(asked["target"]), asked["length"]
-    where = Path(asked["draft"] or folder)
-    answers = _answers(asked, temperature, out)
+    folder, length = folder_of(asked["target"]), asked["length"]
+    where = checked_draft(asked, folder, out)
+    answers = ask_target(asked, temperature, out)
     model = load_target(folder, length, asked["device"])
     loaded = open_draft(model, where, length)
     judged, lookups = {}, {}
     for name, part in answers.items():
-        with _progress(f"drafts of {name}", len(part)) as advance:
+        with progress(f"drafts of {name}", len(part)) as advance:
             judged[name] = judge_all(model, loaded, part, length, drawn, advance)
         lookups[name] = lookup_all(loaded, part, length)
         if len(judged[name]) < len(part):
@@ -345,13 +289,13 @@ def calibrate(out: Out, asked: dict[str, Any]) -> None:
     from deepinfer.deepspec.targets import load_target
     from deepinfer.models.draft_calibration import DraftCalibration
 
-    folder, length = _folder(asked["target"]), asked["length"]
-    where = Path(asked["draft"] or folder)
-    every = [[answer for part in _answers(asked, heat, out).values() for answer in part] for heat in (0.0, 1.0)]
+    folder, length = folder_of(asked["target"]), asked["length"]
+    where = checked_draft(asked, folder, out)
+    every = [[answer for part in ask_target(asked, heat, out).values() for answer in part] for heat in (0.0, 1.0)]
     model = load_target(folder, length, asked["device"])
     loaded, judged = open_draft(model, where, length), []
     for heat, answers in zip((0, 1), every, strict=True):
-        with _progress(f"drafts at temperature {heat}", len(answers)) as advance:
+        with progress(f"drafts at temperature {heat}", len(answers)) as advance:
             judged += judge_all(model, loaded, answers, length, advance=advance, heats=calibration.DRAFT_HEATS)
     fitted, held = (calibration.Observations.of(judged[start::2]) for start in (0, 1))
     temperatures = calibration.fit_temperatures(fitted)

@@ -8,6 +8,7 @@ settings does not go on with it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from deepinfer.deepspec.acceptance import Answer
-from deepinfer.deepspec.targets import is_v41
+from deepinfer.deepspec.targets import is_v41, load_causal_model
 from deepinfer.deepspec.tasks import Prompt
 
 BATCH = 256  # prompts between two writes, and at the same time on a GPU
@@ -74,17 +75,16 @@ class HuggingFaceWriter:
     """Any local causal model, answered by `transformers`, prompts padded on the left."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        self.model, self.folder = model.to(device).eval(), folder
+        self.model = load_causal_model(folder, device)
         self._tokenizer: Any = None
         self._load_tokenizer = lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     def encode(self, prompt: Prompt, said: Sequence[list[int]] = ()) -> list[int]:
         """As EngineWriter.encode. Without a chat template turns and answers stand in lines of their own."""
         if prompt.token_ids:
+            check_tokens(max(prompt.token_ids), self.model.config.get_text_config().vocab_size)
             return list(prompt.token_ids)
         self._tokenizer = self._tokenizer or self._load_tokenizer()
         messages = conversation(prompt, [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in said])
@@ -174,30 +174,80 @@ def write_answers(
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers of a file; a last line that was cut off is left out and removed."""
+    """The answers of a file; a last line that was cut off is left out and removed.
+
+    Raises:
+        ValueError: a line is neither an answer nor, if it is the first, the settings.
+    """
     answers, whole = [], 0
     with path.open("rb+") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             whole += len(line)
-            record = json.loads(line)
-            if "token_ids" in record:  # else the settings
-                answers.append(Answer(**record))
-        file.truncate(whole)
+            try:
+                record = json.loads(line)
+                if number > 1 or "token_ids" in record:
+                    answers.append(_as_answer(record))
+            except (ValueError, TypeError, KeyError) as error:
+                what = f"{error} is missing" if isinstance(error, KeyError) else error
+                raise ValueError(f"answers: {path}, line {number}: {what}") from None
+        if whole < path.stat().st_size:
+            file.truncate(whole)
     return answers
 
 
-def read_folder(data: Path) -> list[Answer]:
+def _as_answer(record: Any) -> Answer:
+    ids, count, temperature = record["token_ids"], record["num_answer"], record["temperature"]
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError("token_ids must be a list of token ids")
+    if type(count) is not int or not 0 <= count <= len(ids):
+        raise ValueError(f"num_answer must be a number of its {len(ids)} token ids")
+    if type(temperature) not in (int, float) or not 0 <= temperature < float("inf"):
+        raise ValueError("temperature must be a number, at least 0")
+    return Answer(ids, count, float(temperature))
+
+
+def read_folder(data: Path, target: str = "") -> list[Answer]:
     """All answers in a folder that `deepspec prepare` wrote, in the order of their files' names.
 
+    Args:
+        target: the fingerprint of who must have written them; "" takes anybody's.
+
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or another target wrote them.
     """
     files = sorted((data / "answers").glob("*.jsonl"))
-    if not files:
+    answers = [answer for file in files for answer in read_answers(file)]
+    if not answers:
         raise ValueError(f"data: no answers in {data}, allowed: a folder that `deepinfer deepspec prepare` wrote")
-    return [answer for file in files for answer in read_answers(file)]
+    for file in files if target else ():
+        if _first_line(file).get("target") not in (None, "", target):
+            raise ValueError(f"data: another target wrote {file}, allowed: the answers of the one that is drafted for")
+    return answers
+
+
+def check_parts(folder: Path, ranks: int) -> None:
+    """That what lies in `folder` was begun by as many processes: others share the prompts in another way.
+
+    Raises:
+        ValueError: it was not.
+    """
+    for path in folder.glob("*.jsonl"):
+        share = re.search(r"\.\d+-of-(\d+)\.jsonl$", path.name)
+        begun = int(share[1]) if share else 1
+        if begun != ranks:
+            raise ValueError(f"out: {path} was begun by {begun} processes, allowed: as many, or a new folder")
+
+
+def check_tokens(highest: int, vocab_size: int) -> None:
+    """That a target knows the tokens of its rows.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if highest >= vocab_size:
+        raise ValueError(f"data: token id {highest}, allowed: below {vocab_size}, the target's vocabulary")
 
 
 def _first_line(path: Path) -> dict[str, Any]:

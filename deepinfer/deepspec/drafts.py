@@ -49,6 +49,10 @@ class DraftConfig:
         for name in ("block_size", "num_layers", "num_heads", "head_dim", "intermediate_size", "markov_rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)}, allowed: at least 1")
+        if self.algorithm == "eagle3" and self.num_layers != 1:
+            raise ValueError(f"num_layers: {self.num_layers}, allowed: 1, an eagle3 draft has one layer")
+        if not 0 <= self.noise_token_id < self.target.vocab_size:
+            raise ValueError(f"noise_token_id: {self.noise_token_id}, allowed: 0..{self.target.vocab_size - 1}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -16,7 +16,7 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec.acceptance import Acceptance, Answer, DraftBlocks, Judged, acceptance_of, judge, judge_lookup
 from deepinfer.deepspec.drafts import BlockDraft, Eagle3Draft
 from deepinfer.deepspec.losses import Blocks
-from deepinfer.deepspec.targets import HuggingFaceTarget, V41Target
+from deepinfer.deepspec.targets import HuggingFaceTarget, V41Target, is_v41
 from deepinfer.deepspec.train import CONFIG_NAME, load_draft
 from deepinfer.deepspec.v41_blocks import BlockModel
 from deepinfer.models.draft_calibration import read_calibration
@@ -35,6 +35,20 @@ class LoadedDraft:
     draft_temperature: float = 1.0  # fitted by `calibrate`
 
 
+def check_draft(target: Path, folder: Path) -> None:
+    """That `folder` holds something that may be a draft for `target`, without loading either.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if (folder / CONFIG_NAME).is_file():
+        return
+    if not is_v41(target) or not (folder / "config.json").is_file():
+        raise ValueError(f"draft: neither {CONFIG_NAME} nor a checkpoint with a draft head in {folder}")
+    if not ModelConfig.from_file(folder).num_nextn_predict_layers:
+        raise ValueError(f"draft: the checkpoint in {folder} has no draft head (num_nextn_predict_layers is 0)")
+
+
 def open_draft(target: V41Target | HuggingFaceTarget, folder: Path, length: int) -> LoadedDraft:
     """The draft in `folder`: one that `train` saved, or the head of a V4.1 checkpoint.
 
@@ -47,11 +61,11 @@ def open_draft(target: V41Target | HuggingFaceTarget, folder: Path, length: int)
             raise ValueError(f"draft: {folder} is for a target of {draft.config.target}, this one has {target.shape}")
         size = draft.config.block_size
         return LoadedDraft(_bound(draft, target), size, read_calibration(folder, size).draft_temperature)
-    if not isinstance(target, V41Target) or not (folder / "config.json").is_file():
-        raise ValueError(f"draft: neither draft_config.json nor a checkpoint with a draft head in {folder}")
+    if not isinstance(target, V41Target):
+        raise ValueError(f"draft: no {CONFIG_NAME} in {folder}, allowed: what `deepinfer deepspec train` wrote")
     config = ModelConfig.from_file(folder)
-    if not config.num_nextn_predict_layers:
-        raise ValueError(f"draft: the checkpoint in {folder} has no draft head (num_nextn_predict_layers is 0)")
+    if (config.hidden_size, config.vocab_size) != target.embed.shape[::-1]:
+        raise ValueError(f"draft: the head in {folder} is of another model than the target")
     weights = load_weights(folder, config, target.embed.dtype, target.embed.device, include=is_draft)
     model = BlockModel(config, target.embed, target.head, length)
 

@@ -18,11 +18,14 @@ def pack_answers(answers: list[Answer], length: int, seed: int = 0) -> Rows:
     the target wrote. What does not fit into a row of its own is left out.
 
     Raises:
-        ValueError: no answer fits.
+        ValueError: no answer fits, or a token has no place in 16 bits.
     """
     fitting = [answer for answer in answers if len(answer.token_ids) <= length + 1]
     if not fitting:
         raise ValueError(f"length: {length}, allowed: more than the shortest answer and its prompt have")
+    highest = max(max(answer.token_ids) for answer in fitting)
+    if highest > 0xFFFF:
+        raise ValueError(f"data: token id {highest}, allowed: below 65,536, what packed rows hold")
     random.Random(seed).shuffle(fitting)
     rows: list[tuple[list[int], list[int]]] = [([], [])]
     for answer in fitting:
@@ -37,17 +40,21 @@ def pack_answers(answers: list[Answer], length: int, seed: int = 0) -> Rows:
     return Rows(torch.from_numpy(ids.view(np.int16)), torch.from_numpy(np.packbits(written, axis=1)))
 
 
-def training_rows(folders: list[Path], length: int, seed: int = 0) -> Rows:
+def training_rows(folders: list[Path], length: int, seed: int = 0, target: str = "") -> Rows:
     """Rows of folders that `deepspec prepare` wrote (their answers, packed) or that hold train-N.npy (as they are).
 
+    `target` as `read_folder` takes it.
+
     Raises:
-        ValueError: a folder holds neither, or the rows differ in length.
+        ValueError: a folder holds neither, answers are another target's, or the rows differ in length.
     """
     prepared = [folder for folder in folders if (folder / "answers").is_dir()]
     packed = [folder for folder in folders if folder not in prepared]
     parts = [load_rows(packed)] if packed else []
     if prepared:
-        parts.append(pack_answers([answer for folder in prepared for answer in read_folder(folder)], length, seed))
+        parts.append(
+            pack_answers([answer for folder in prepared for answer in read_folder(folder, target)], length, seed)
+        )
     widths = {part.ids.shape[1] for part in parts}
     if widths != {length + 1}:
         raise ValueError(f"length: {length}, the rows in --data have {', '.join(str(w - 1) for w in sorted(widths))}")

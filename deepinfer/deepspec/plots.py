@@ -24,6 +24,18 @@ def _axes(size: tuple[float, float], count: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(1, count)
 
 
+def check_picture(path: Path) -> None:
+    """That a picture can be written there, before hours are spent on what it shows.
+
+    Raises:
+        ValueError: matplotlib is not installed, or has no such format; the folder does not exist.
+    """
+    figure, _ = _axes((1, 1))
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in formats or not path.parent.is_dir():
+        raise ValueError(f"plot: {path}, allowed: a file in a folder that exists, ending in .svg, .png or .pdf")
+
+
 def plot_training(path: Path, log: list[dict[str, float]]) -> None:
     """Loss and accepted length by step."""
     figure, parts = _axes((8, 3.5), 2)

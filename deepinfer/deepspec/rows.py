@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from deepinfer.deepspec.acceptance import Answer
+from deepinfer.deepspec.answers import check_tokens
+from deepinfer.deepspec.files import save_whole
 from deepinfer.deepspec.targets import Shape, Target
 
 
@@ -73,14 +74,17 @@ def write_cache(
     advance: Callable[[int], None] = lambda count: None,
     rank: int = 0,
     ranks: int = 1,
+    name: str = "",
 ) -> list[Path]:
     """Compute and store the hidden states of all rows; shards that are there and whole are kept, those of others go.
 
-    Process `rank` of `ranks` computes every so many-th shard, and moves the bar by as many as all of them do.
+    Process `rank` of `ranks` computes every so many-th shard, and moves the bar by as many as all of them do. `name` is
+    the target's fingerprint, which is kept in every shard.
 
     Raises:
-        ValueError: the disk has too little room.
+        ValueError: the disk has too little room, or a row has a token that the target does not know.
     """
+    check_tokens(int(rows.tokens.max()), target.shape.vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     device = target.embed.device
     starts = range(0, len(rows), rows_a_shard)
@@ -88,47 +92,70 @@ def write_cache(
     for stale in set(folder.glob("shard-*.safetensors")) - set(paths):  # of another number: nobody would know whose
         stale.unlink(missing_ok=True)
     mine = list(zip(paths, starts, strict=True))[rank::ranks]
-    missing = [(path, start) for path, start in mine if not _is_whole(path, rows, start)]
+    missing = [(path, start) for path, start in mine if not _is_whole(path, rows, start, name)]
     advance(ranks * (len(mine) - len(missing)))
     needed = cache_bytes(len(missing) * rows_a_shard, rows.counted.shape[1], target.shape)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ValueError(f"cache: {needed >> 20} MiB to write, {free >> 20} MiB free in {folder}")
+    check_room(folder, needed)
     for path, start in missing:
         tokens, counted = (t[start : start + rows_a_shard] for t in (rows.tokens, rows.counted))
         taps, hidden = target(tokens[:, :-1].to(device))
         states = {"taps": taps.to(torch.bfloat16).cpu(), "hidden": hidden.to(torch.bfloat16).cpu()}
-        save_file({"tokens": tokens.contiguous(), "counted": counted.contiguous(), **states}, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
+        own = {"tokens": tokens.contiguous(), "counted": counted.contiguous()}
+        save_whole(path, {**own, **states}, {"target": name})
         advance(ranks)
     return paths
 
 
-def _is_whole(path: Path, rows: Rows, start: int) -> bool:
-    """Whether a shard can be read and holds these tokens."""
+def check_room(folder: Path, needed: int) -> None:
+    """That `needed` bytes fit onto the disk of `folder`.
+
+    Raises:
+        ValueError: they do not.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(f"cache: {needed >> 20:,} MiB to write, {free >> 20:,} MiB free in {folder}")
+
+
+def _is_whole(path: Path, rows: Rows, start: int, name: str) -> bool:
+    """Whether a shard can be read, holds these tokens and is of this target."""
     if not path.is_file():
         return False
     try:
         with safe_open(path, framework="pt") as shard:
             tokens = shard.get_tensor("tokens")
+            whose, names = (shard.metadata() or {}).get("target", ""), set(shard.keys())
     except (SafetensorError, OSError):
         return False
-    return torch.equal(tokens, rows.tokens[start : start + len(tokens)])
+    same = torch.equal(tokens, rows.tokens[start : start + len(tokens)])
+    return same and whose == name and names == {"tokens", "counted", "taps", "hidden"}
 
 
-def shard_sizes(paths: list[Path]) -> tuple[list[int], int]:
+def shard_sizes(paths: list[Path], shape: Shape | None = None, name: str = "") -> tuple[list[int], int]:
     """Rows of each shard, and the length of their rows.
 
+    Args:
+        shape, name: of the target whose hidden states they must be.
+
     Raises:
-        ValueError: a shard cannot be read.
+        ValueError: a shard cannot be read, is of another target, or one of them is missing.
     """
+    again = "; `deepinfer deepspec prepare --cache` goes on"
+    number = int(paths[0].stem.rsplit("-", 1)[1])
+    if len(paths) != number:
+        raise ValueError(f"cache: {len(paths)} shards of {number} in {paths[0].parent}{again}")
     sizes, length = [], 0
     for path in paths:
         try:
             with safe_open(path, framework="pt") as shard:
                 size, length = shard.get_slice("counted").get_shape()
+                widths = [shard.get_slice(part).get_shape()[-1] for part in ("taps", "hidden")]
+                whose = (shard.metadata() or {}).get("target", "")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"cache: {path} cannot be read ({error}); `deepinfer deepspec prepare` goes on") from None
+            raise ValueError(f"cache: {path} cannot be read ({error}){again}") from None
+        fits = shape is None or widths == [shape.num_taps * shape.hidden_size, shape.hidden_size]
+        if not fits or (name and whose != name):
+            raise ValueError(f"cache: {path} has the hidden states of another target{again} with this one")
         sizes.append(size)
     return sizes, length
 
@@ -167,6 +194,7 @@ def computed_batches(
     whole = batch * ranks
     if len(rows) < whole:
         raise ValueError(f"batch: {batch} rows of {ranks} processes, allowed: at most {len(rows)} rows")
+    check_tokens(int(rows.tokens.max()), target.shape.vocab_size)
     device, per_epoch = target.embed.device, len(rows) // whole
     epoch, skipped = divmod(first, per_epoch)
     while True:

@@ -80,12 +80,7 @@ class HuggingFaceTarget:
     """A local causal language model of `transformers`, taps at the outputs of `tap_layers`."""
 
     def __init__(self, folder: Path, device: str, tap_layers: tuple[int, ...] = ()) -> None:
-        from transformers import AutoModelForCausalLM
-
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        model.to(device).eval().requires_grad_(False)
-        self.model = model
+        self.model = load_causal_model(folder, device)
         depth = self.model.config.num_hidden_layers
         self.tap_layers = tap_layers or spread_layers(depth)
         for layer in self.tap_layers:
@@ -111,6 +106,22 @@ class HuggingFaceTarget:
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         states = self.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
         return torch.cat([states[layer + 1] for layer in self.tap_layers], dim=-1), states[-1]
+
+
+def load_causal_model(folder: Path, device: str) -> Any:
+    """A frozen model of `transformers`, float32 on a CPU and BF16 elsewhere.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except Exception as error:  # noqa: BLE001  every library below it has errors of its own for a folder that is no model
+        raise ValueError(f"target: {folder} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
+    return model.to(device).eval().requires_grad_(False)
 
 
 def spread_layers(depth: int, count: int = 3) -> tuple[int, ...]:
@@ -147,9 +158,22 @@ def load_target(folder: Path, length: int, device: str) -> V41Target | HuggingFa
     Raises:
         ValueError: there is no model that can be loaded.
     """
+    return V41Target(folder, length, device) if is_v41(folder) else HuggingFaceTarget(folder, device)
+
+
+def target_shape(folder: Path) -> Shape:
+    """What `load_target` would find there, read from the config alone.
+
+    Raises:
+        ValueError: there is no config that can be read.
+    """
     if is_v41(folder):
-        return V41Target(folder, length, device)
+        config = ModelConfig.from_file(folder)
+        return Shape(config.hidden_size, config.vocab_size, len(config.dspark_target_layer_ids))
+    from transformers import AutoConfig
+
     try:
-        return HuggingFaceTarget(folder, device)
-    except (OSError, ImportError, KeyError) as error:
+        other: Any = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        return Shape(other.hidden_size, other.vocab_size, len(spread_layers(other.num_hidden_layers)))
+    except Exception as error:  # noqa: BLE001  as above
         raise ValueError(f"target: {folder} cannot be loaded: {' '.join(str(error).split())[:200]}") from None

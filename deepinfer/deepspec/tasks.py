@@ -23,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+ENCODING = "utf-8-sig"  # a byte order mark at the start says nothing
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 
 
@@ -70,7 +71,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
     """(where it stands, object) of a file, one after the other."""
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    opened = gzip.open(path, "rt", encoding=ENCODING) if path.suffix == ".gz" else path.open(encoding=ENCODING)
     where = "start"
     try:
         with opened as file:
@@ -103,9 +104,10 @@ def as_prompt(line: Any) -> Prompt:
     if turns is not None:
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError("turns must be a list of texts")
-        return Prompt(turns[0], is_chat=True, later=tuple(turns[1:]))
+        first, *later = map(_encodable, turns)
+        return Prompt(first, is_chat=True, later=tuple(later))
     if "instruction" in line:
-        given = line.get("input") or ""
+        given = _text(line, "input") if line.get("input") else ""
         return Prompt(_text(line, "instruction") + (f"\n\n{given}" if given else ""), is_chat=True)
     for name in ("question", "problem", "text", "prompt"):
         if name in line:
@@ -117,4 +119,13 @@ def _text(line: dict[str, Any], name: str) -> str:
     value = line.get(name)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a text")
-    return value
+    return _encodable(value)
+
+
+def _encodable(text: str) -> str:
+    """`text`, unless it has halves of surrogate pairs, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a surrogate pair at character {error.start}") from None
+    return text

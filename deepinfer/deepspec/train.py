@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deepinfer.deepspec.drafts import BlockDraft, DraftConfig, Eagle3Draft, build_draft
+from deepinfer.deepspec.files import replace_text, save_whole
 from deepinfer.deepspec.losses import LossWeights, block_losses
 from deepinfer.deepspec.rows import Batch
 from deepinfer.deepspec.targets import Target
@@ -51,13 +52,30 @@ class TrainingOptions:
         return self.learning_rate * min(1.0, (step + 1) / (WARM_UP * self.steps + 1), (1 - progress) / DECAY)
 
 
+def check_device(device: str, local_rank: int = 0) -> None:
+    """That process `local_rank` of this host has a `device` ("cpu", "cuda" or "cuda:N").
+
+    Raises:
+        ValueError: it has not.
+    """
+    kind, _, index = device.partition(":")
+    found = torch.cuda.device_count()
+    if device == "cpu" or (kind == "cuda" and (int(index) if index.isdigit() else local_rank) < found):
+        return
+    raise ValueError(f"device: {device!r} for process {local_rank}, allowed: cpu, or cuda ({found} GPUs here)")
+
+
 @contextmanager
 def processes(device: str) -> Iterator[tuple[int, int, str]]:
     """(rank, number, device) of this process; joins the group that torchrun's environment describes, if there is one.
 
     `device` "cuda" is a GPU of its own for every process of a host.
+
+    Raises:
+        ValueError: there is no such device.
     """
     number = int(os.environ.get("WORLD_SIZE", "1"))
+    check_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if number == 1:
         yield 0, 1, device
         return
@@ -122,7 +140,11 @@ class Trainer:
         self.step, self.log = 0, list[dict[str, float]]()
 
     def train(self, batches: Iterator[Batch], advance: Callable[[Trainer], None] = lambda trainer: None) -> None:
-        """Steps up to `options.steps`; `batches` begin with number `self.step`. `advance` is called after each."""
+        """Steps up to `options.steps`; `batches` begin with number `self.step`. `advance` is called after each.
+
+        Raises:
+            ValueError: a gradient is no number; the draft is as it was before that step.
+        """
         size, options = self.draft.config.block_size, self.options
         generator = torch.Generator(self.target.embed.device)
         while self.step < options.steps:
@@ -137,7 +159,12 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             losses.loss.backward()
             average_gradients(self.parameters, self.ranks)
-            nn.utils.clip_grad_norm_(self.parameters, options.clip)
+            norm = nn.utils.clip_grad_norm_(self.parameters, options.clip)
+            if not torch.isfinite(norm):  # averaged gradients: every process finds this at the same step
+                raise ValueError(
+                    f"learning_rate: the gradients of step {self.step + 1} are no numbers, allowed: a lower rate, or "
+                    "data whose hidden states are numbers; the checkpoint that was saved last is whole"
+                )
             for group in self.optimizer.param_groups:
                 group["lr"] = options.rate(self.step)
             self.optimizer.step()
@@ -155,7 +182,7 @@ class Trainer:
         for i, parameter in enumerate(self.parameters):
             moments = self.optimizer.state[parameter]
             state |= {f"{i}.{name}": moments[name].cpu().contiguous() for name in ("exp_avg", "exp_avg_sq", "step")}
-        _replace(folder / STATE_NAME, state, {"step": str(self.step)})
+        save_whole(folder / STATE_NAME, state, {"step": str(self.step)})
 
     def resume(self, folder: Path) -> None:
         """Go on from `save`, if there is such a state in `folder`.
@@ -186,15 +213,9 @@ def save_draft(folder: Path, draft: BlockDraft | Eagle3Draft, record: dict[str, 
     """Weights in float32, and the config with a record of the run."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}
-    _replace(folder / WEIGHTS_NAME, weights, {"format": "pt"})
+    save_whole(folder / WEIGHTS_NAME, weights, {"format": "pt"})
     raw = {"draft": draft.config.to_dict(), "training": record}
-    (folder / CONFIG_NAME).write_text(json.dumps(raw, indent=1) + "\n")
-
-
-def _replace(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file, seen as a whole or not at all."""
-    save_file(tensors, path.with_suffix(".tmp"), metadata=metadata)
-    path.with_suffix(".tmp").replace(path)
+    replace_text(folder / CONFIG_NAME, json.dumps(raw, indent=1) + "\n")
 
 
 def load_draft(folder: Path, device: str = "cpu") -> BlockDraft | Eagle3Draft:
@@ -207,6 +228,8 @@ def load_draft(folder: Path, device: str = "cpu") -> BlockDraft | Eagle3Draft:
         config = DraftConfig.from_dict(json.loads((folder / CONFIG_NAME).read_text())["draft"])
         draft = build_draft(config)
         draft.load_state_dict(load_file(folder / WEIGHTS_NAME))
-    except (OSError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"draft: {folder} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
+    if not all(bool(torch.isfinite(value).all()) for value in draft.state_dict().values()):
+        raise ValueError(f"draft: {folder} holds weights that are no numbers, allowed: a draft that was trained")
     return draft.to(device)

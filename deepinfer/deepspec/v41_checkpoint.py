@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.deepspec.files import save_whole
 from deepinfer.deepspec.targets import HEAD_NAME
 from deepinfer.deepspec.v41_blocks import draft_kinds
 from deepinfer.models.checkpoint_format import expected_tensors, parameter_specs, stored_tensors
@@ -47,9 +48,7 @@ def write_head(path: Path, config: ModelConfig, weights: Weights) -> None:
             parts = [values] if scale is None else [values, scale.view(torch.float8_e8m0fnu)]
             stored.update({t.name: part.cpu().contiguous() for t, part in zip(unit, parts, strict=True)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(stored, path.with_suffix(".tmp"), metadata={"format": "pt"})
-    path.with_suffix(".tmp").chmod(0o644)
-    path.with_suffix(".tmp").replace(path)
+    save_whole(path, stored, {"format": "pt"})
 
 
 def attach_head(checkpoint: Path, head: Path, out: Path) -> ModelConfig:

@@ -8,6 +8,7 @@ checkpoint. The optimiser, the rounding of masters and the schedule are those of
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,9 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.deepspec.answers import check_tokens
+from deepinfer.deepspec.files import replace_text
 from deepinfer.deepspec.losses import LossWeights, block_losses
 from deepinfer.deepspec.pack import training_rows
-from deepinfer.deepspec.targets import V41Target
+from deepinfer.deepspec.targets import V41Target, fingerprint
 from deepinfer.deepspec.train import blocks_of, pick_anchors
 from deepinfer.deepspec.v41_blocks import BlockModel, draft_kinds, initial_masters
 from deepinfer.deepspec.v41_checkpoint import HEAD_NAME, head_weights, write_head
@@ -128,7 +131,8 @@ def train_head(
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(options.seed)
     started = time.perf_counter()
-    rows = training_rows(data, options.length, options.seed).to(device)
+    rows = training_rows(data, options.length, options.seed, fingerprint(folder)).to(device)
+    check_tokens(int(rows.ids.to(torch.int32).bitwise_and(0xFFFF).max()), config.vocab_size)
     target = V41Target(folder, options.length, device)
     model = BlockModel(config, target.embed, target.head, options.length)
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -140,6 +144,11 @@ def train_head(
     print(f"rows {len(rows)}, set up in {time.perf_counter() - started:.1f} s", flush=True)
 
     def save(run: Run) -> None:
+        if run.log and not math.isfinite(run.log[-1]["loss"]):
+            raise ValueError(
+                f"peak: the loss of step {run.log[-1]['step']} is no number, allowed: a lower --peak; "
+                "the head that was saved last is whole"
+            )
         write_head(out / HEAD_NAME, config, head_weights(config, parameters.masters))
         record: dict[str, Any] = {
             **asdict(options),
@@ -149,7 +158,7 @@ def train_head(
             "torch": torch.__version__,
             **asdict(run),
         }
-        (out / "training.json").write_text(json.dumps(record) + "\n")
+        replace_text(out / "training.json", json.dumps(record) + "\n")
 
     out.mkdir(parents=True, exist_ok=True)
     train(

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from deepinfer.cli import main
 from deepinfer.deepspec.answers import HuggingFaceWriter, Sampling, read_answers, read_folder
@@ -81,6 +82,7 @@ def test_prepare_says_what_it_will_take_and_goes_on(qwen, tasks, data, capsys):
     before = (data / "answers" / "gsm8k-t0.7.jsonl").read_bytes()
     prepared(qwen, tasks, data)
     printed = capsys.readouterr().out
+    assert printed.startswith("5 prompts: hidden states of at most 0.2 MiB")  # before anything is computed
     assert "5 rows of 96 tokens" in printed
     assert f"({(2 + 1) * 64 * 2 + 12} bytes a token)" in printed  # 2 taps and the final state of 64, and the tokens
     assert sorted((data / "cache").glob("*.safetensors")) == shards and shards[0].stat().st_mtime_ns == kept
@@ -224,13 +226,69 @@ def test_v41_checkpoint_with_its_head(v41, tasks, tmp_path, capsys):
     assert len(json.loads((v41 / "draft_calibration.json").read_text())["temperatures"]) == 3
 
 
-def test_mistakes_are_one_line(tmp_path, qwen, tasks, capsys):
+def mistake(capsys, *arguments) -> str:
+    """The one line that a user's mistake is answered with."""
+    with pytest.raises(SystemExit) as ended:
+        main(["deepspec", *map(str, arguments)])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert ended.value.code == 2 and error.startswith("error:"), error
+    return error
+
+
+def test_mistakes_are_one_line(tmp_path, qwen, v41, tasks, data, capsys):
+    (tmp_path / "file").write_text("")
+    ask = ["--target", qwen, "--tasks", tasks, "--out", tmp_path / "a"]
+    train = ["train", "--target", qwen, "--data", data, "--out", tmp_path / "b"]
     for arguments, message in (
         (["train", "--data", tmp_path, "--out", tmp_path], "data: no answers in"),
-        (["eval", "--target", qwen, "--draft", tmp_path, "--tasks", tasks, "--out", tmp_path / "a"], "draft: neither"),
+        (["eval", *ask, "--draft", tmp_path], "draft: neither"),
+        (["eval", *ask], "draft: neither"),
         (["prepare", "--tasks", tmp_path / "none", "--out", tmp_path], "is not a folder"),
+        (["prepare", *ask, "--temperature", "inf"], "--temperature"),
+        (["prepare", *ask, "--cache", "--length", 10**12], "free in"),  # before the target answers anything
+        (["prepare", *ask[:-1], tmp_path / "file"], "out:"),
+        ([*train, "--device", "tpu"], "device: 'tpu' for process 0, allowed: cpu"),
+        ([*train, "--plot", tmp_path / "curve.txt"], "plot:"),
+        ([*train, "--plot", tmp_path / "none" / "curve.svg"], "plot:"),
+        ([*train, "--noise-token-id", 512], "noise_token_id: 512, allowed: 0..511"),
+        ([*train, "--algorithm", "eagle3", "--num-layers", 2], "num_layers: 2, allowed: 1"),
+        ([*train, "--learning-rate", 1e30, *TRAIN], "the gradients of step 2 are no numbers"),
+        (["train", "--target", v41, "--data", data, "--out", tmp_path / "b"], "another target wrote"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main(["deepspec", *map(str, arguments)])
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert ended.value.code == 2 and message in error and error.startswith("error:")
+        assert message in mistake(capsys, *arguments)
+    assert not (tmp_path / "a" / "answers").exists()
+    assert not (tmp_path / "b" / "draft.safetensors").exists()
+
+
+def test_caches_that_are_not_whole_are_refused(qwen, data, tmp_path, capsys):
+    """A shard that is missing, cut off, without hidden states or of another target: `prepare` makes it again."""
+    train = ["train", "--target", qwen, "--data", data, "--out", tmp_path, *TRAIN]
+    first, second = sorted((data / "cache").glob("*.safetensors"))
+    kept = {path: path.read_bytes() for path in (first, second)}
+    second.unlink()
+    assert "cache: 1 shards of 2" in mistake(capsys, *train)
+    second.write_bytes(kept[second][:2000])
+    assert "cannot be read" in mistake(capsys, *train)
+    with safe_open(first, framework="pt") as shard:
+        whose, tensors = shard.metadata(), load_file(first)
+    for wrong, metadata, message in (
+        ({name: value for name, value in tensors.items() if name != "taps"}, whose, "cannot be read"),
+        ({**tensors, "taps": tensors["taps"][..., :-1].contiguous()}, whose, "another target"),
+        (tensors, {"target": "0123456789abcdef"}, "another target"),
+    ):
+        second.write_bytes(kept[second])
+        save_file(wrong, first, metadata=metadata)
+        assert message in mistake(capsys, *train)
+        first.write_bytes(kept[first])
+    save_file({**tensors, "taps": tensors["taps"] * float("nan")}, first, metadata=whose)
+    save_file({**load_file(second), "taps": load_file(second)["taps"] * float("nan")}, second, metadata=whose)
+    assert "no numbers" in mistake(capsys, *train)
+    for path, whole in kept.items():
+        path.write_bytes(whole)
+
+
+def test_answers_of_another_number_of_processes(qwen, tasks, tmp_path, capsys):
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / "gsm8k-t0.7.0-of-2.jsonl").write_text("{}\n")
+    error = mistake(capsys, "prepare", "--target", qwen, "--tasks", tasks, "--out", tmp_path, *SIZES)
+    assert "was begun by 2 processes" in error

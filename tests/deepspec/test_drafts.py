@@ -27,7 +27,9 @@ ANCHORS = torch.tensor([[3, 10, LENGTH - 1 - SIZE]])
 
 
 def make(algorithm: str):
-    config = DraftConfig(algorithm, TARGET.shape, SIZE, num_heads=2, head_dim=16, intermediate_size=48, markov_rank=8)
+    layers = 1 if algorithm == "eagle3" else 2
+    sizes = {"num_heads": 2, "head_dim": 16, "intermediate_size": 48, "markov_rank": 8}
+    config = DraftConfig(algorithm, TARGET.shape, SIZE, layers, **sizes)
     draft = build_draft(config, seed=1).eval()
     if algorithm == "dspark":
         torch.nn.init.normal_(draft.markov_head.weight, std=1.0)
@@ -98,12 +100,16 @@ def test_rows_do_not_mix():
 
 
 def test_configs():
-    config = DraftConfig("eagle3", TARGET.shape, 7)
+    config = DraftConfig("eagle3", TARGET.shape, 7, 1)
     assert DraftConfig.from_dict(config.to_dict()) == config
     with pytest.raises(ValueError, match="dflash, dspark, eagle3"):
         DraftConfig("medusa", TARGET.shape)
     with pytest.raises(ValueError, match="block_size"):
         DraftConfig("dspark", TARGET.shape, 0)
+    with pytest.raises(ValueError, match="num_layers: 2, allowed: 1"):
+        DraftConfig("eagle3", TARGET.shape, num_layers=2)
+    with pytest.raises(ValueError, match="noise_token_id"):
+        DraftConfig("dspark", TARGET.shape, noise_token_id=TARGET.shape.vocab_size)
 
 
 @pytest.mark.parametrize("depth,expected", [(1, (0,)), (3, (0, 1, 2)), (4, (1, 2)), (36, (1, 17, 34))])

@@ -76,12 +76,20 @@ def test_arrays(tmp_path):
         ('{"question": 3}', "question must be a text"),
         ('{"prompt_ids": [1, -2]}', "prompt_ids must be a list of token ids"),
         ('{"turns": []}', "turns must be a list"),
+        ('{"question": "\\ud800 a"}', "line 1: half a surrogate pair at character 0"),
+        ('{"turns": ["a", "b\\udc00"]}', "half a surrogate pair at character 1"),
+        ('{"instruction": "a", "input": ["b"]}', "input must be a text"),
     ],
 )
 def test_bad_files_are_named(tmp_path, text, message):
     (tmp_path / "set.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_tasks(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "set.jsonl").write_text('{"question": "a"}\n', encoding="utf-8-sig")
+    assert read_tasks(tmp_path)["set"][0].text == "a"
 
 
 def test_folders_without_sets(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import socket
 import subprocess
 import sys
@@ -10,10 +12,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from deepinfer.deepspec.acceptance import Answer
-from deepinfer.deepspec.answers import Sampling, read_answers, write_answers
+from deepinfer.deepspec.answers import Sampling, read_answers, read_folder, write_answers
 from deepinfer.deepspec.drafts import ALGORITHMS, DraftConfig, build_draft
+from deepinfer.deepspec.files import save_whole
 from deepinfer.deepspec.losses import LossWeights, block_losses
 from deepinfer.deepspec.pack import pack_answers, training_rows
 from deepinfer.deepspec.rows import cache_bytes, cached_batches, computed_batches, rows_of, write_cache
@@ -273,6 +277,68 @@ def test_a_fingerprint_is_of_what_answers(tmp_path):
     after = fingerprint(tmp_path)
     (tmp_path / "config.json").write_bytes(b"{}")
     assert len({before, after, fingerprint(tmp_path)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no json", "line 2: Expecting value"),
+        ("[1]", "line 2: list indices"),
+        ('{"num_answer": 1, "temperature": 0}', "'token_ids' is missing"),
+        ('{"token_ids": [1, 2], "temperature": 0}', "'num_answer' is missing"),
+        ('{"token_ids": [1, "a"], "num_answer": 1, "temperature": 0}', "token ids"),
+        ('{"token_ids": [1, -1], "num_answer": 1, "temperature": 0}', "token ids"),
+        ('{"token_ids": [1, 2], "num_answer": 3, "temperature": 0}', "num_answer must be"),
+        ('{"token_ids": [1, 2], "num_answer": 1, "temperature": NaN}', "temperature must be"),
+    ],
+)
+def test_lines_that_are_no_answers_are_named(tmp_path, line, message):
+    path = tmp_path / "answers" / "set-t0.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"target": "me"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        read_folder(tmp_path)
+    assert f"answers: {path}" in str(error.value)
+
+
+def test_whose_answers_they_are(tmp_path):
+    (tmp_path / "answers").mkdir()
+    path = tmp_path / "answers" / "set-t0.jsonl"
+    path.write_text('{"target": "me"}\n{"token_ids": [1, 2], "num_answer": 1, "temperature": 0}\n')
+    assert read_folder(tmp_path, "me") == read_folder(tmp_path) == [Answer([1, 2], 1, 0.0)]
+    with pytest.raises(ValueError, match="another target wrote"):
+        read_folder(tmp_path, "somebody else")
+    path.write_text('{"target": "me"}\n')
+    with pytest.raises(ValueError, match="no answers in"):
+        read_folder(tmp_path, "me")
+
+
+def test_tokens_that_the_target_does_not_know_are_refused(tmp_path):
+    target = CountingTarget()
+    rows = rows_of([Answer([1, target.shape.vocab_size, 3], 2, 0.0)], LENGTH)
+    for use in (
+        lambda: write_cache(tmp_path, rows, target, 1),
+        lambda: next(computed_batches(rows, target, 1, 0, 0, 1)),
+    ):
+        with pytest.raises(ValueError, match="the target's vocabulary"):
+            use()
+    with pytest.raises(ValueError, match="below 65,536"):
+        pack_answers([Answer([1, 1 << 16], 1, 0.0)], 8)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    """The system lets no file of this process become longer than 1,000 bytes, as a full disk would not."""
+    path = tmp_path / "draft.safetensors"
+    save_whole(path, {"a": torch.ones(2)}, {})
+    assert path.stat().st_mode & 0o777 == 0o644
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="draft.safetensors cannot be written"):
+            save_whole(path, {"a": torch.zeros(1000)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert torch.equal(load_file(path)["a"], torch.ones(2)) and list(tmp_path.iterdir()) == [path]
 
 
 def test_packed_rows_hold_every_answer_once():
