@@ -352,7 +352,7 @@ def test_the_fused_kernel_says_what_it_needs():
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("kind", ("plain", "packed", "fp8"))
 def test_matrix_products_overlap_with_the_rest(kind, tmp_path):
-    """ptxas serialises all products, silently, where a register of a running one may be touched."""
+    """ptxas serialises all products, silently, where a register of a running one may be touched; no loop spills."""
     variant = {
         "plain": Variant(64, "bf16", 0, "bf16", 0),
         "packed": Variant(64, RowFormat.FP8, 134, RowFormat.NVFP4, 128, split=2),
@@ -373,6 +373,8 @@ def test_matrix_products_overlap_with_the_rest(kind, tmp_path):
     ]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "Used 168 registers" in log
+    if variant.split == 1:  # in a cluster, a word or two where the shares are added, once a token
+        assert " 0 bytes spill stores, 0 bytes spill loads" in log
     assert "serialized" not in log
     assert "warning" not in log
 
