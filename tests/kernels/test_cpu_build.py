@@ -79,7 +79,7 @@ def test_truncated_library_is_rebuilt(tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("index", range(len(build.VARIANTS)))
+@pytest.mark.parametrize("index", range(len(build.VARIANTS) - 1))  # the last one: test_cpu_paths.py
 def test_every_variant_compiles(tmp_path, index):
     """Also the ones for compilers without OpenMP or -march=native, and without a warning treated as an error."""
     target = tmp_path / "kernels.so"
