@@ -140,7 +140,7 @@ def train(
         model = load_target(folder, length, own)
         layers = num_layers or (1 if algorithm == "eagle3" else 2)
         config = DraftConfig(algorithm, model.shape, block_size, layers, noise_token_id=noise_token_id)
-        trainer = training.Trainer(build_draft(config, seed).to(own), model, options, ranks)
+        trainer = training.Trainer(build_draft(config, seed).to(own), model, options, ranks, rank)
         trainer.resume(out)
         if shards:
             batches = cached_batches(shards, batch, seed, rank, ranks, own, trainer.step)

@@ -43,13 +43,27 @@ class BlockLosses:
     """loss is to be minimised; the others are for the log, float32 [B] averaged over the blocks."""
 
     loss: Tensor  # []
+    weight: Tensor  # [], what the blocks of this loss count together
     acceptance: Tensor  # 1 - TV
     confidence_error: Tensor  # mean |sigmoid(score) - (1 - TV)|
     accepted_length: Tensor  # [], bonus included: 1 + sum over k of the product of acceptances up to k
 
 
+def draw_heat(weights: LossWeights, draws: Tensor) -> Tensor | None:
+    """A temperature [N] for each block from even draws [2, N] in 0..1; None if all are 1."""
+    if weights.coldest == 1:
+        return None
+    share, cold = draws
+    return torch.where(share < weights.at_one, 1.0, weights.coldest**cold)
+
+
 def block_losses(
-    draft_logits: Tensor, target_logits: Tensor, scores: Tensor | None, counted: Tensor, weights: LossWeights
+    draft_logits: Tensor,
+    target_logits: Tensor,
+    scores: Tensor | None,
+    counted: Tensor,
+    weights: LossWeights,
+    heat: Tensor | None = None,
 ) -> BlockLosses:
     """Losses of N blocks of B drafts.
 
@@ -57,11 +71,10 @@ def block_losses(
         draft_logits: float32 [N, B, V], row k drafts the token that target_logits[:, k] [N, B, V] judges.
         scores: raw confidences [N, B]; None: the draft has no confidence head.
         counted: float32 [N, B], 1 where a position of a block counts, 0 from the first that does not.
+        heat: [N], temperatures of `draw_heat` at which the two are compared; None: 1.
     """
-    if weights.coldest < 1:
-        share, cold = torch.rand(2, len(draft_logits), 1, 1, device=draft_logits.device)
-        heat = torch.where(share < weights.at_one, 1.0, weights.coldest**cold)
-        draft_logits, target_logits = draft_logits / heat, target_logits / heat
+    if heat is not None:
+        draft_logits, target_logits = (logits / heat.view(-1, 1, 1) for logits in (draft_logits, target_logits))
     log_d = torch.log_softmax(draft_logits, dim=-1)
     with torch.no_grad():
         p_t = torch.softmax(target_logits, dim=-1)
@@ -75,11 +88,13 @@ def block_losses(
         error = (torch.sigmoid(scores.detach()) - acceptance).abs()
     steps = torch.arange(counted.shape[1], device=counted.device, dtype=torch.float32)
     weighted = counted * torch.exp(-steps / weights.gamma)
-    loss = (total * weighted).sum() / weighted.sum().clamp_min(1e-6)
+    weight = weighted.sum().clamp_min(1e-6)
+    loss = (total * weighted).sum() / weight
     blocks = counted.sum(0).clamp_min(1e-6)
     survival = (acceptance * counted).cumprod(1).sum(1)
     return BlockLosses(
         loss,
+        weight,
         (acceptance * counted).sum(0) / blocks,
         (error * counted).sum(0) / blocks,
         1 + (survival * counted[:, 0]).sum() / blocks[0],

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from deepinfer.deepspec.drafts import BlockDraft, DraftConfig, Eagle3Draft, build_draft
 from deepinfer.deepspec.files import replace_text, save_whole
-from deepinfer.deepspec.losses import LossWeights, block_losses
+from deepinfer.deepspec.losses import LossWeights, block_losses, draw_heat
 from deepinfer.deepspec.rows import Batch
 from deepinfer.deepspec.targets import Target
 
@@ -96,6 +96,14 @@ def wait_for_all(ranks: int) -> None:
         dist.barrier()
 
 
+def share_of(weight: Tensor, ranks: int) -> Tensor:
+    """What the blocks of this process count, as a multiple of the mean over all processes."""
+    mean = weight.detach().clone()
+    if ranks > 1:
+        dist.all_reduce(mean)
+    return weight.detach() * ranks / mean
+
+
 def average_gradients(parameters: list[nn.Parameter], ranks: int) -> None:
     """The mean over all processes, in place; one exchange for all of them."""
     if ranks == 1:
@@ -109,7 +117,7 @@ def average_gradients(parameters: list[nn.Parameter], ranks: int) -> None:
 
 
 def pick_anchors(
-    counted: Tensor, num_anchors: int, block_size: int, generator: torch.Generator | None = None
+    counted: Tensor, num_anchors: int, block_size: int, draw: Callable[..., Tensor] = torch.rand
 ) -> Tensor:
     """int64 [R, A] random positions, those first whose first draft counts. counted [R, T]: target of each position.
 
@@ -119,7 +127,7 @@ def pick_anchors(
     last = counted.shape[1] - block_size
     if last < 1:
         raise ValueError(f"block_size: {block_size}, allowed: at most {counted.shape[1] - 1} (length - 1)")
-    order = torch.rand(counted.shape[0], last, device=counted.device, generator=generator)
+    order = draw(counted.shape[0], last, device=counted.device)
     return (order + counted[:, 1 : last + 1]).topk(min(num_anchors, last), dim=-1).indices
 
 
@@ -131,10 +139,17 @@ def blocks_of(x: Tensor, anchors: Tensor, block_size: int) -> Tensor:
 
 
 class Trainer:
-    """A draft, its optimiser, and how far they have come."""
+    """A draft, its optimiser, and how far they have come; process `rank` of `ranks`."""
 
-    def __init__(self, draft: BlockDraft | Eagle3Draft, target: Target, options: TrainingOptions, ranks: int = 1):
-        self.draft, self.target, self.options, self.ranks = draft, target, options, ranks
+    def __init__(
+        self,
+        draft: BlockDraft | Eagle3Draft,
+        target: Target,
+        options: TrainingOptions,
+        ranks: int = 1,
+        rank: int = 0,
+    ) -> None:
+        self.draft, self.target, self.options, self.ranks, self.rank = draft, target, options, ranks, rank
         self.parameters = list(draft.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
         self.step, self.log = 0, list[dict[str, float]]()
@@ -146,18 +161,27 @@ class Trainer:
             ValueError: a gradient is no number; the draft is as it was before that step.
         """
         size, options = self.draft.config.block_size, self.options
-        generator = torch.Generator(self.target.embed.device)
+        generator = torch.Generator()
+
+        def draw(rows: int, *shape: int, device: torch.device) -> Tensor:
+            """Even draws for this process's rows, those that one process with all rows would draw for them."""
+            every = torch.rand(rows * self.ranks, *shape, generator=generator)
+            return every[self.rank :: self.ranks].to(device)
+
         while self.step < options.steps:
             batch = next(batches)
             generator.manual_seed(options.seed * 1_000_003 + self.step)
-            anchors = pick_anchors(batch.counted, options.anchors, size, generator)
+            anchors = pick_anchors(batch.counted, options.anchors, size, draw)
+            draws = draw(*anchors.shape, 2, device=anchors.device).flatten(0, 1).T
             with torch.no_grad():
                 wanted = F.linear(blocks_of(batch.hidden, anchors, size).float(), self.target.head)
             blocks = self.draft(self.target, batch.taps, batch.tokens, anchors)
             counts = blocks_of(batch.counted, anchors, size).cumprod(1)
-            losses = block_losses(blocks.logits, wanted, blocks.scores, counts, options.losses)
+            losses = block_losses(
+                blocks.logits, wanted, blocks.scores, counts, options.losses, draw_heat(options.losses, draws)
+            )
             self.optimizer.zero_grad(set_to_none=True)
-            losses.loss.backward()
+            (losses.loss * share_of(losses.weight, self.ranks)).backward()
             average_gradients(self.parameters, self.ranks)
             norm = nn.utils.clip_grad_norm_(self.parameters, options.clip)
             if not torch.isfinite(norm):  # averaged gradients: every process finds this at the same step

@@ -23,7 +23,7 @@ from torch import Tensor
 from deepinfer.config.model import ModelConfig
 from deepinfer.deepspec.answers import check_tokens
 from deepinfer.deepspec.files import replace_text
-from deepinfer.deepspec.losses import LossWeights, block_losses
+from deepinfer.deepspec.losses import LossWeights, block_losses, draw_heat
 from deepinfer.deepspec.pack import training_rows
 from deepinfer.deepspec.targets import V41Target, fingerprint
 from deepinfer.deepspec.train import blocks_of, pick_anchors
@@ -73,7 +73,8 @@ def gradient_step(
     counts = blocks_of(counted, anchors, size).cumprod(1)
     weights = parameters.compute_weights()
     blocks = model(weights, taps, tokens, anchors)
-    losses = block_losses(blocks.logits, wanted, blocks.scores, counts, loss_weights)
+    heat = draw_heat(loss_weights, torch.rand(2, len(wanted), device=wanted.device))
+    losses = block_losses(blocks.logits, wanted, blocks.scores, counts, loss_weights, heat)
     (losses.loss + 1e-3 * blocks.balance_loss).backward()
     with torch.no_grad():
         load = blocks.expert_counts.float()
