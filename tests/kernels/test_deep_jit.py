@@ -120,14 +120,19 @@ def test_an_error_names_file_and_line_and_leaves_no_file(source, tmp_path):
     assert not list(tmp_path.glob("cache/cuda/*.cubin"))
 
 
-def test_without_a_compiler_the_error_says_what_to_install(source):
+def test_without_a_compiler_the_error_says_what_to_install(source, tmp_path):
+    """A file that is called nvcc in the working directory is none."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\necho V1.2.3\n")
+    (tmp_path / "bin" / "nvcc").chmod(0o755)
     program = (
         "import sys\nfrom pathlib import Path\nfrom deepinfer.kernels.deep_jit import Build\n"
         "sys.path.clear()  # where wheels are\nBuild('scale', Path(sys.argv[1]), {'WIDTH': 128}).cubin()"
     )
-    environment = {"PATH": "/nonexistent", "LD_LIBRARY_PATH": "", "CUDA_HOME": "/nonexistent"}
+    environment = os.environ | {"PATH": "/nonexistent", "LD_LIBRARY_PATH": "", "PYTHONPATH": str(PACKAGE.parent)}
+    environment.pop("CUDA_HOME", None)
     command = [sys.executable, "-c", program, str(source)]
-    answer = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     if answer.returncode == 0:
         pytest.skip("NVRTC is among the system's libraries: nothing hides it")
     assert "nvidia-cuda-nvrtc" in answer.stderr

@@ -46,8 +46,8 @@ def find_compiler() -> Compiler:
             return _nvrtc(ctypes.CDLL(library))
         except OSError:
             continue
-    nvcc = shutil.which("nvcc") or shutil.which(os.path.join(os.environ.get("CUDA_HOME", ""), "bin", "nvcc"))
-    if nvcc:
+    toolkit = os.environ.get("CUDA_HOME")
+    if nvcc := shutil.which("nvcc") or (toolkit and shutil.which(os.path.join(toolkit, "bin", "nvcc"))):
         return _nvcc(nvcc)
     raise CompileError("no CUDA compiler: install nvidia-cuda-nvrtc (PyTorch's CUDA wheels bring it) or nvcc")
 
