@@ -118,7 +118,7 @@ def ask_target(
             path = out / f"{name}{f'-turn{turn + 1}' if turn else ''}-t{temperature:g}{part}.jsonl"
             with progress(f"answers to {path.stem}", len(asking), is_shown=rank == 0) as advance:
                 ids = [writer.encode(prompts[i], said[i]) for i in asking]
-                answers = write_answers(path, ids, writer.write, sampling, advance, target)
+                answers = write_answers(path, ids, writer.write, sampling, advance, target, writer.group)
             for i, answer in zip(asking, answers, strict=True):
                 said[i].append(answer.token_ids[len(answer.prompt) :])
             found[name] += answers

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from deepinfer.deepspec.acceptance import Answer
+from deepinfer.deepspec.files import replace_text
 from deepinfer.deepspec.targets import is_v41, load_causal_model
 from deepinfer.deepspec.tasks import Prompt
 
@@ -39,6 +40,8 @@ Write = Callable[[Sequence[list[int]], Sampling, int], list[list[int]]]  # promp
 
 class EngineWriter:
     """A checkpoint of this project, answered by its engine."""
+
+    group = 1  # every prompt has a random stream of its own
 
     def __init__(self, folder: Path, device: str) -> None:
         from deepinfer.llm import LLM
@@ -73,6 +76,8 @@ class EngineWriter:
 
 class HuggingFaceWriter:
     """Any local causal model, answered by `transformers`, prompts padded on the left."""
+
+    group = BATCH_OF_TRANSFORMERS  # prompts that share a random stream
 
     def __init__(self, folder: Path, device: str) -> None:
         from transformers import AutoTokenizer
@@ -144,8 +149,12 @@ def write_answers(
     sampling: Sampling,
     advance: Callable[[int], None] = lambda count: None,
     target: str = "",
+    group: int = 1,
 ) -> list[Answer]:
     """The answers to `prompts`, from `path` where they are, else written there. `target` names who writes them.
+
+    Where only whole groups of prompts are answered alike again, one that was cut off is asked anew: a run that was
+    stopped has the answers of one that was not.
 
     Raises:
         ValueError: the file belongs to another target, other prompts or another sampling.
@@ -159,9 +168,11 @@ def write_answers(
         raise ValueError(f"answers: {path} was written with another {', '.join(differ)}, allowed: a new folder")
     if len(done) > len(prompts) or any(a.prompt != prompt for a, prompt in zip(done, prompts, strict=False)):
         raise ValueError(f"answers: {path} holds answers to other prompts, allowed: a new folder")
+    if len(done) < len(prompts):
+        done = done[: len(done) // group * group]
+        lines = [settings, *map(asdict, done)]
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     advance(len(done))
-    if not done:
-        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
     with path.open("a", encoding="utf-8") as file:
         for start in range(len(done), len(prompts), BATCH):
             part = prompts[start : start + BATCH]

@@ -292,3 +292,18 @@ def test_answers_of_another_number_of_processes(qwen, tasks, tmp_path, capsys):
     (tmp_path / "answers" / "gsm8k-t0.7.0-of-2.jsonl").write_text("{}\n")
     error = mistake(capsys, "prepare", "--target", qwen, "--tasks", tasks, "--out", tmp_path, *SIZES)
     assert "was begun by 2 processes" in error
+
+
+def test_a_run_that_was_stopped_has_the_answers_of_one_that_was_not(qwen, tmp_path):
+    """Drawn by `transformers`, whose prompts share a random stream: stopped within a group and between two."""
+    (tmp_path / "tasks").mkdir()
+    lines = [json.dumps({"question": f"How many lamps has house {i}?"}) + "\n" for i in range(40)]
+    (tmp_path / "tasks" / "set.jsonl").write_text("".join(lines))
+    ask = ["prepare", "--target", qwen, "--tasks", tmp_path / "tasks", "--out", tmp_path, *SIZES, "--temperature", 1]
+    run(*ask)
+    path = tmp_path / "answers" / "set-t1.jsonl"
+    whole = path.read_text()
+    for kept in (37, 10):
+        path.write_text("".join(whole.splitlines(keepends=True)[:kept])[:-5])
+        run(*ask)
+        assert path.read_text() == whole

@@ -242,6 +242,10 @@ def test_answers_go_on_where_they_were(tmp_path):
     again = write_answers(path, prompts, write, Sampling())
     assert asked == [3, 4] and [a.token_ids[:3] for a in again] == [a.token_ids[:3] for a in whole]
     assert read_answers(path) == again
+    path.write_text("".join(lines[:4]) + lines[4][:10])
+    asked.clear()
+    assert len(write_answers(path, prompts, write, Sampling(), group=2)) == 5
+    assert asked == [2, 3, 4]  # the third had a neighbour
     with pytest.raises(ValueError, match="other prompts"):
         write_answers(path, [[9, 9]], write, Sampling())
 
