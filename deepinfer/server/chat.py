@@ -12,6 +12,7 @@ from deepinfer.outputs import TokenLogprob
 from deepinfer.recipe import ChatStream, ConversationRequest, convert_chat_request
 from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
+from deepinfer.server.logprobs import prompt_logprobs
 from deepinfer.server.prompts import PreparedPrompt, prepare
 from deepinfer.server.protocol import ChatRequest
 from deepinfer.server.recipe_reader import Events, RecipeReader
@@ -140,7 +141,12 @@ class ChatAnswer(Answer):
             message["content"] = self._echo + (message["content"] or "") if self._echo else message["content"]
             self._add_extras(choice, response["choices"][0])
         whole = responses[0] | {"choices": [response["choices"][0] for response in responses], "usage": self.usage()}
-        return whole | self._prompt()
+        whole |= self._prompt()
+        count = self.request.prompt_logprobs
+        if count is not None:
+            tokenizer, found = self.state.text.tokenizer, self.choices[0].prompt_logprobs
+            whole["prompt_logprobs"] = None if found is None else prompt_logprobs(tokenizer, found, count)
+        return whole
 
     def begin(self) -> Events:
         events: list[Chunk] = []

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from deepinfer.outputs import TokenLogprob
 from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
-from deepinfer.server.logprobs import completion_logprobs, token_text
+from deepinfer.server.logprobs import completion_logprobs, prompt_logprobs, token_text
 from deepinfer.server.protocol import CompletionRequest
 from deepinfer.server.recipe_reader import Events
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
@@ -34,12 +34,10 @@ async def create_completion(request: Request) -> Response:
     body = validate(CompletionRequest, raw)
     state.check_model(body.model)
     try:
-        params = body.sampling_params(body.max_tokens, body.logprobs, state)
+        params = body.sampling_params(body.limit, body.logprob_count, state)
         stop = body.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None
-    if body.echo and body.logprobs is not None:
-        raise ApiError("echo with logprobs is not supported: prompt tokens have no log-probabilities", param="echo")
     check_room(state, params.max_tokens)
     prompts = await beside_loop(request, encode_prompts, state, body)
     params = await with_structure(request, params, completion_structure(body, raw))
@@ -50,7 +48,7 @@ async def create_completion(request: Request) -> Response:
         return TextReader(state.text.tokenizer, stop, bool(body.include_stop_str_in_output), body.silent_roles)
 
     streams = start_sequences(state, prompts, params, n, open_reader, ticket, "prompt")
-    choices = [Choice(index, prompts[index // n]) for index in range(len(streams))]
+    choices = [Choice(index, prompts[index // n], body.is_echo_alone) for index in range(len(streams))]
     answer = CompletionAnswer(state, body, choices, ticket.answer_id)
     if body.stream:
         return EventStream(request, streams, answer, interval=body.stream_interval)
@@ -80,22 +78,30 @@ class Choice:
 
     index: int
     prompt: list[int]
+    is_echo_alone: bool = False  # nothing is generated: the token that the engine always makes is left out
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     offset: int = 0  # characters of the tokens so far, for text_offset
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def add(self, delta: Delta[str]) -> None:
+    def add(self, delta: Delta[str]) -> Delta[str]:
+        """Take a delta in; -> what of it is the answer's."""
+        if self.is_echo_alone:
+            reason = delta.finish_reason and "length"
+            delta = Delta(finish_reason=reason, prompt_logprobs=delta.prompt_logprobs)
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.pieces += delta.pieces
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        return delta
 
 
 class CompletionAnswer(Answer):
@@ -119,9 +125,9 @@ class CompletionAnswer(Answer):
     def add(self, number: int, delta: Delta[str]) -> Events:
         choice = self.choices[number]
         first = number not in self._started
+        delta = choice.add(delta)
         text = (self._echo(choice) if first else "") + "".join(delta.pieces)
         self._started.add(number)
-        choice.add(delta)
         chunk = self.head | {"choices": [self._choice(choice, text, delta, first)]}
         if self._include_usage:
             chunk["usage"] = None
@@ -148,12 +154,20 @@ class CompletionAnswer(Answer):
         return "".join(token_text(self.state.text.tokenizer, token_id) for token_id in choice.prompt)
 
     def _choice(self, choice: Choice, text: str, news: Choice | Delta[str], first: bool = True) -> dict[str, Any]:
+        tokenizer, count = self.state.text.tokenizer, self.request.logprob_count
         logprobs = None
-        if self.request.logprobs is not None:
-            by_id = bool(self.request.return_tokens_as_token_ids)
+        if count is not None:
+            token_ids: list[int] = []
+            values: list[TokenLogprob | None] = []
+            if self.request.echo and first:
+                token_ids += choice.prompt
+                values += news.prompt_logprobs or [None] * len(choice.prompt)  # none: it was aborted before
+            token_ids += [item.token_id for item in news.logprobs]
+            shown = len(self.request.logprob_token_ids or ()) or count
             logprobs, choice.offset = completion_logprobs(
-                self.state.text.tokenizer, news.logprobs, choice.offset, by_id
-            )
+                tokenizer, token_ids, [*values, *news.logprobs], shown, choice.offset,
+                bool(self.request.return_tokens_as_token_ids),
+            )  # fmt: skip
         body: dict[str, Any] = {
             "index": choice.index,
             "text": text,
@@ -161,6 +175,10 @@ class CompletionAnswer(Answer):
             "finish_reason": news.finish_reason,
             "stop_reason": news.stop_reason,
         }
+        likeliest = self.request.prompt_logprobs
+        if likeliest is not None and first:
+            found = news.prompt_logprobs
+            body["prompt_logprobs"] = None if found is None else prompt_logprobs(tokenizer, found, likeliest)
         if self.request.return_token_ids:
             body["token_ids"] = news.token_ids
             if first:

@@ -9,15 +9,16 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from deepinfer.outputs import TokenLogprob
+from deepinfer.params import MAX_LOGPROBS
 from deepinfer.server.body import read_json, request_schema, validate
 from deepinfer.server.completions import Choice
 from deepinfer.server.errors import ApiError
-from deepinfer.server.logprobs import finite
+from deepinfer.server.logprobs import finite, prompt_logprobs
 from deepinfer.server.native import start
 from deepinfer.server.protocol import NOT_SAMPLED, CompletionRequest, RequestName, TokenIds
 from deepinfer.server.recipe_reader import Events
 from deepinfer.server.sizes import check_sizes
-from deepinfer.server.state import open_ticket, server_state
+from deepinfer.server.state import ServerState, open_ticket, server_state
 from deepinfer.server.streams import Answer, EventStream, collect
 from deepinfer.server.text_engine import Delta
 
@@ -72,19 +73,25 @@ async def generate(request: Request) -> Response:
         raise
     head = {"request_id": ticket.request_id}
     if body.stream:
-        return EventStream(request, streams, InferenceAnswer(head))
+        return EventStream(request, streams, InferenceAnswer(state, head))
     await collect(request, streams, lambda index, delta: choices[index].add(delta))
-    return JSONResponse(head | {"choices": [entry(choice.index, choice) for choice in choices]})
+    answer = head | {"choices": [entry(choice.index, choice) for choice in choices]}
+    return JSONResponse(answer | _of_prompt(state, choices[0]))
 
 
 class InferenceAnswer(Answer):
     """Each event holds the new tokens of one sequence."""
 
-    def __init__(self, head: dict[str, Any]):
-        self.head = head
+    def __init__(self, state: ServerState, head: dict[str, Any]):
+        self.state, self.head = state, head
 
     def add(self, number: int, delta: Delta[str]) -> Events:
-        return [self.head | {"choices": [entry(number, delta)]}]
+        return [self.head | {"choices": [entry(number, delta)]} | _of_prompt(self.state, delta)]
+
+
+def _of_prompt(state: ServerState, news: Choice | Delta[str]) -> dict[str, Any]:
+    found = news.prompt_logprobs
+    return {} if found is None else {"prompt_logprobs": prompt_logprobs(state.text.tokenizer, found, MAX_LOGPROBS)}
 
 
 def entry(index: int, news: Choice | Delta[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from deepinfer.outputs import TokenLogprob
 from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.completions import Choice, encode_prompts
 from deepinfer.server.errors import ApiError, from_value_error
@@ -51,7 +52,6 @@ class GenerateRequest(BaseModel):
         "audio_data": ((), "only text is read so far"),
         "video_data": ((), "only text is read so far"),
         "session_params": ((), "send the whole prompt"),
-        "logprob_start_len": ((-1,), "log-probabilities are computed for generated tokens only"),
         "token_ids_logprob": (([],), "ask for top_logprobs_num"),
     }
     model_config = ConfigDict(strict=True)
@@ -61,6 +61,7 @@ class GenerateRequest(BaseModel):
     sampling_params: dict[str, Any] | None = None
     return_logprob: bool | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1)] | None = None  # of the prompt, from which token on; -1: none
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     rid: RequestName | None = None
@@ -82,7 +83,13 @@ class GenerateRequest(BaseModel):
         body |= {"model": model, "prompt": self.input_ids if self.text is None else self.text}
         if self.return_logprob:
             body["logprobs"] = self.top_logprobs_num or 0
+            if self.has_prompt_logprobs:
+                body["prompt_logprobs"] = self.top_logprobs_num or 0
         return validate(CompletionRequest, body)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
 
     @property
     def is_list(self) -> bool:
@@ -116,7 +123,7 @@ async def start(
     """The sequences of a completion.  ApiError naming the field in the terms of Completions."""
     state = server_state(request)
     try:
-        params = completion.sampling_params(completion.max_tokens, completion.logprobs, state)
+        params = completion.sampling_params(completion.max_tokens, completion.logprob_count, state)
         stop = completion.stop_strings
     except ValueError as error:
         raise from_value_error(error) from None
@@ -189,10 +196,19 @@ class NativeAnswer(Answer):
         if self.request.return_logprob:
             meta["output_token_logprobs"] = [self._logprob(i.logprob, i.token_id) for i in choice.logprobs]
             if self.request.top_logprobs_num:
-                tops = [[self._logprob(value, other) for other, value in i.top] for i in choice.logprobs]
-                meta["output_top_logprobs"] = tops
+                meta["output_top_logprobs"] = [self._top(item) for item in choice.logprobs]
+        if self.request.has_prompt_logprobs and choice.prompt_logprobs is not None:
+            start = self.request.logprob_start_len or 0
+            found = list(zip(choice.prompt, choice.prompt_logprobs, strict=True))[start:]
+            values = [(token_id, None if item is None else item.logprob) for token_id, item in found]
+            meta["input_token_logprobs"] = [self._logprob(value, token_id) for token_id, value in values]
+            if self.request.top_logprobs_num:
+                meta["input_top_logprobs"] = [None if item is None else self._top(item) for _, item in found]
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
 
-    def _logprob(self, value: float, token_id: int) -> list[Any]:
+    def _top(self, item: TokenLogprob) -> list[list[Any]]:
+        return [self._logprob(value, token_id) for token_id, value in item.top]
+
+    def _logprob(self, value: float | None, token_id: int) -> list[Any]:
         text = token_text(self.state.text.tokenizer, token_id) if self.request.return_text_in_logprobs else None
-        return [finite(value), token_id, text]
+        return [None if value is None else finite(value), token_id, text]

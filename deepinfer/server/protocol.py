@@ -38,14 +38,12 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "best_of": ((1,), "ask for n answers and choose among them"),
     "use_beam_search": ((False,), "only sampling and greedy decoding exist"),
     "length_penalty": ((1.0,), "it only matters to beam search"),
-    "prompt_logprobs": ((0, False), "log-probabilities are computed for generated tokens only"),
     "logits_processors": (([],), "use logit_bias with token IDs"),
     "custom_logit_processor": (("",), "use logit_bias with token IDs"),
     "repetition_detection": ((), "use repetition_penalty, or stop strings"),
     "guided_whitespace_pattern": ((), "JSON is written with the whitespace that the model chooses"),
     "guided_decoding_backend": (("auto",), "the server's own options say what enforces structured output"),
     "stop_regex": (("", []), "use stop strings"),
-    "logprob_token_ids": (([],), "ask for logprobs"),
     "extra_key": ((), "there is no prefix cache to divide"),
     "kv_transfer_params": ((), _UNITS),
     "data_parallel_rank": ((0,), _UNITS),
@@ -58,6 +56,8 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
 }
 # For the two protocols of items, which have no use for these.
 NOT_IN_ITEMS: dict[str, tuple[tuple, str]] = {
+    "prompt_logprobs": ((0, False), "use /v1/chat/completions"),
+    "logprob_token_ids": (([],), "use /v1/chat/completions"),
     "return_token_ids": ((False,), "use /v1/chat/completions"),
     "return_prompt_text": ((False,), "use the render route"),
     "return_tokens_as_token_ids": ((False,), "use /v1/chat/completions"),
@@ -136,6 +136,8 @@ class SamplingRequest(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprob_token_ids: TokenIds | None = None  # whose log-probabilities to report, in place of the most likely ones
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
     force_topk: int | None = None  # this engine's own, like the next one
@@ -187,6 +189,10 @@ class SamplingRequest(BaseModel):
             raise ValueError("stop must not hold an empty string")
         return stop
 
+    @property
+    def prompt_logprob_count(self) -> int | None:
+        return self.prompt_logprobs
+
     def sampling_params(self, max_tokens: int | None, logprobs: int | None, state: ServerState) -> SamplingParams:
         """The engine's parameters; the model's own where the request says nothing.  Raises ValueError naming the field.
 
@@ -196,6 +202,8 @@ class SamplingRequest(BaseModel):
         given = state.sampling_defaults | given
         if self.stop_token_ids:
             given["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.logprob_token_ids:
+            given["logprob_token_ids"] = tuple(self.logprob_token_ids)
         if self.allowed_token_ids:
             given["allowed_token_ids"] = tuple(self.allowed_token_ids)
         if self.bad_words:
@@ -206,7 +214,9 @@ class SamplingRequest(BaseModel):
             given["bad_words_token_ids"] = tuple({tuple(token_ids) for token_ids in spelled})
         if self.logit_bias:
             given["logit_bias"] = _token_bias(self.logit_bias)
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        return SamplingParams(
+            max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprob_count, **given
+        )
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:
@@ -262,7 +272,14 @@ class ChatRequest(SamplingRequest):
 
     @property
     def logprob_count(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return (self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None
+
+    @property
+    def prompt_logprob_count(self) -> int | None:
+        """ApiError 400 for a stream: its chunks have no place for those of the prompt."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError("prompt_logprobs cannot be streamed", param="prompt_logprobs", code="unsupported_parameter")
+        return self.prompt_logprobs
 
 
 class CompletionRequest(SamplingRequest):
@@ -278,6 +295,25 @@ class CompletionRequest(SamplingRequest):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep so many; -1: what the context holds
     truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped
     skip_special_tokens: bool | None = None  # False: the text has those that begin, end and pad sequences, too
+
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether the prompt comes back and nothing behind it: what scores a text asks so, in OpenAI's older way."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def limit(self) -> int | None:
+        return 1 if self.is_echo_alone else self.max_tokens
+
+    @property
+    def logprob_count(self) -> int | None:
+        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+
+    @property
+    def prompt_logprob_count(self) -> int | None:
+        echoed = self.logprob_count if self.echo else None
+        counts = [count for count in (self.prompt_logprobs, echoed) if count is not None]
+        return max(counts, default=None)
 
     @property
     def silent_roles(self) -> tuple[str, ...]:

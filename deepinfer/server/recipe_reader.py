@@ -35,6 +35,7 @@ class RecipeReader(Generic[Stream]):
         self.token_ids: list[int] = []
         self.stop_reason: int | str | None = None
         self.finish_reason: str | None = None  # the engine's
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Events, str | None]:
         values = None if logprob is None else [(finite(logprob.logprob), [(i, finite(lp)) for i, lp in logprob.top])]
@@ -46,5 +47,6 @@ class RecipeReader(Generic[Stream]):
     def add(self, delta: Delta[Events]) -> Events:
         """Take a delta in; the events to send, none while everything is held back."""
         self.token_ids += delta.token_ids
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.stop_reason, self.finish_reason = delta.stop_reason, delta.finish_reason
         return [event for events in delta.pieces for event in events]

@@ -91,6 +91,7 @@ class RunningSequence(Generic[Piece]):
             self._end("abort" if aborted else "error")
             raise
         delta.metrics = self._times = news.metrics
+        delta.prompt_logprobs = news.prompt_logprobs
         if self._state.content_log.outputs:
             self._written += delta.token_ids
         if delta.token_ids and self._clock is not None:

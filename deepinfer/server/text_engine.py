@@ -56,6 +56,7 @@ class Delta(Generic[Piece]):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first token
 
 
 class TextReader:

@@ -145,7 +145,9 @@ def test_logprobs(server: Server, llm: LLM) -> None:
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and expected is not None
     assert logprobs.token_logprobs == pytest.approx([item.logprob for item in expected], abs=1e-5)
-    assert all(len(top) == 3 for top in logprobs.top_logprobs or [])
+    assert logprobs.top_logprobs is not None and logprobs.tokens is not None
+    for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
+        assert len(top) in (3, 4) and token in top  # the chosen one is there, too
     assert logprobs.text_offset is not None and logprobs.tokens is not None
     assert logprobs.text_offset == [sum(map(len, logprobs.tokens[:i])) for i in range(6)]
 

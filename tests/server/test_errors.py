@@ -61,7 +61,7 @@ SAMPLING_FAULTS = [
     ("stream_options", 1),
     ("best_of", 3),
     ("use_beam_search", True),
-    ("prompt_logprobs", 1),
+    ("prompt_logprobs", 21),
     ("structured_outputs", {"regex": "a", "json": "{}"}),
     ("include_stop_str_in_output", "yes"),
 ]
@@ -101,7 +101,7 @@ def test_numbers_that_are_none(server: Server, name: str, value: str) -> None:
         ({"prompt": ["a"] * 1000}, "prompt"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
         ({"suffix": "end"}, "suffix"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"model": 5}, "model"),

@@ -88,7 +88,7 @@ def test_each_event_holds_all_so_far(server: Server) -> None:
         ({"text": "a", "sampling_params": {"stop_regex": "a"}}, "sampling_params.stop_regex"),
         ({"text": "a", "sampling_params": {"max_tokens": 5}}, "sampling_params"),
         ({"text": "a", "sampling_params": [PARAMS]}, "sampling_params"),
-        ({"text": "a", "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "a", "logprob_start_len": -2}, "logprob_start_len"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
         ({"text": "a", "image_data": "x"}, "image_data"),
     ],
@@ -157,7 +157,7 @@ def test_token_ids_in_token_ids_out(server: Server) -> None:
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": "hi"}, "token_ids"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-        ({"sampling_params": {"prompt_logprobs": 1}}, "sampling_params.prompt_logprobs"),
+        ({"sampling_params": {"prompt_logprobs": 21}}, "sampling_params.prompt_logprobs"),
         ({"sampling_params": {"nothing": 1}}, "sampling_params"),
         ({"features": {}}, "features"),
     ):
