@@ -36,6 +36,9 @@ def run_cuda() -> None:
             ends = torch.tensor([width, width // 30], dtype=torch.int32, device="cuda")
             for one in (scores, torch.ones_like(scores)):
                 assert select_top_k(one, k) is not None and select_top_k(one, k, None, ends) is not None
+    for dtype in (torch.float32, torch.bfloat16):  # so many rows of these have two large blocks each
+        scores = torch.randn(33, 98304, device="cuda").to(dtype)
+        assert select_top_k(scores, 512) is not None
     for logits in (torch.randn(100, 384, device="cuda"), torch.ones(100, 384, device="cuda")):
         assert choose_experts(logits, logits[0], 6, True, 1.0) is not None
     g = torch.Generator().manual_seed(0)
