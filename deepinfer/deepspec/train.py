@@ -181,7 +181,8 @@ class Trainer:
                 blocks.logits, wanted, blocks.scores, counts, options.losses, draw_heat(options.losses, draws)
             )
             self.optimizer.zero_grad(set_to_none=True)
-            (losses.loss * share_of(losses.weight, self.ranks)).backward()
+            share = share_of(losses.weight, self.ranks)
+            (losses.loss * share).backward()
             average_gradients(self.parameters, self.ranks)
             norm = nn.utils.clip_grad_norm_(self.parameters, options.clip)
             if not torch.isfinite(norm):  # averaged gradients: every process finds this at the same step
@@ -194,43 +195,51 @@ class Trainer:
             self.optimizer.step()
             self.step += 1
             if self.step % max(options.steps // LOGGED, 1) == 0 or self.step == options.steps:
-                figures = {"loss": losses.loss.detach(), "accepted_length": losses.accepted_length}
-                self.log.append({"step": self.step, **{name: float(value) for name, value in figures.items()}})
+                figures = torch.stack((losses.loss.detach(), losses.accepted_length)) * share
+                if self.ranks > 1:
+                    dist.all_reduce(figures)
+                loss, accepted = (figures / self.ranks).tolist()
+                self.log.append({"step": self.step, "loss": loss, "accepted_length": accepted})
             advance(self)
 
     def save(self, folder: Path) -> None:
-        """The draft with a record of the run, and the state to go on from."""
+        """The draft with a record of the run; before that the state to go on from, all of it in one file."""
+        folder.mkdir(parents=True, exist_ok=True)
         record = {**asdict(self.options), "processes": self.ranks, "torch": torch.__version__, "log": self.log}
-        save_draft(folder, self.draft, record)
-        state: dict[str, Tensor] = {}
+        state = {f"draft.{name}": value.cpu().contiguous() for name, value in self.draft.state_dict().items()}
         for i, parameter in enumerate(self.parameters):
             moments = self.optimizer.state[parameter]
             state |= {f"{i}.{name}": moments[name].cpu().contiguous() for name in ("exp_avg", "exp_avg_sq", "step")}
-        save_whole(folder / STATE_NAME, state, {"step": str(self.step)})
+        about = {"step": self.step, "draft": self.draft.config.to_dict(), "training": record}
+        save_whole(folder / STATE_NAME, state, {"run": json.dumps(about)})
+        save_draft(folder, self.draft, record)
 
     def resume(self, folder: Path) -> None:
         """Go on from `save`, if there is such a state in `folder`.
 
         Raises:
-            ValueError: it is of a run with other options or another kind of draft.
+            ValueError: it is of a run with other options or another kind of draft, or cannot be read.
         """
         if not (folder / STATE_NAME).is_file():
             return
-        saved = json.loads((folder / CONFIG_NAME).read_text())
+        try:
+            state = load_file(folder / STATE_NAME)
+            with safe_open(folder / STATE_NAME, framework="pt") as file:
+                saved = json.loads(file.metadata()["run"])
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            what = " ".join(str(error).split())[:200]
+            raise ValueError(f"out: {folder / STATE_NAME} cannot be read ({what}), allowed: a new folder") from None
         ours = {**json.loads(json.dumps(asdict(self.options))), "processes": self.ranks}
         differ = [name for name, value in ours.items() if saved["training"].get(name) != value]
         if differ or saved["draft"] != self.draft.config.to_dict():
             what = ", ".join(differ) or "draft"
             raise ValueError(f"out: {folder} holds a run with another {what}, allowed: a new folder, or the same run")
-        state = load_file(folder / STATE_NAME)
-        self.draft.load_state_dict(load_file(folder / WEIGHTS_NAME))
+        self.draft.load_state_dict({name: state[f"draft.{name}"] for name in self.draft.state_dict()})
         for i, parameter in enumerate(self.parameters):
             moments = {name: state[f"{i}.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
             moments |= {name: moments[name].to(parameter.device) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = moments
-        with safe_open(folder / STATE_NAME, framework="pt") as file:
-            self.step = int(file.metadata()["step"])
-        self.log = saved["training"]["log"]
+        self.step, self.log = saved["step"], saved["training"]["log"]
 
 
 def save_draft(folder: Path, draft: BlockDraft | Eagle3Draft, record: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from deepinfer.deepspec.losses import LossWeights, block_losses, draw_heat
 from deepinfer.deepspec.pack import pack_answers, training_rows
 from deepinfer.deepspec.rows import cache_bytes, cached_batches, computed_batches, rows_of, write_cache
 from deepinfer.deepspec.targets import HEAD_NAME, Shape, fingerprint
-from deepinfer.deepspec.train import Trainer, TrainingOptions, load_draft, pick_anchors, save_draft
+from deepinfer.deepspec.train import STATE_NAME, Trainer, TrainingOptions, load_draft, pick_anchors, save_draft
 from deepinfer.models.draft_calibration import CALIBRATION_NAME
 
 VOCAB, DIM, LENGTH = 12, 16, 20
@@ -165,6 +165,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path, cached):
 
     whole = run(tmp_path / "whole")
     assert run(tmp_path / "parts", 2) is None and run(tmp_path / "parts", 6) is None
+    save_draft(tmp_path / "parts", build_draft(small("dspark"), 9), {})  # stopped while it was saving: another step's
     again = run(tmp_path / "parts")
     assert again.step == 9 and again.log == whole.log
     for name, value in whole.draft.state_dict().items():
@@ -174,6 +175,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path, cached):
         other.resume(tmp_path / "parts")
     with pytest.raises(ValueError, match="another draft"):
         Trainer(build_draft(small("eagle3")), target, options).resume(tmp_path / "parts")
+    state = tmp_path / "parts" / STATE_NAME
+    state.write_bytes(state.read_bytes()[:300])
+    with pytest.raises(ValueError, match=f"{STATE_NAME} cannot be read"):
+        Trainer(build_draft(small("dspark")), target, options).resume(tmp_path / "parts")
 
 
 def test_rate():
