@@ -11,7 +11,6 @@
 
 #include "producer.cuh"
 #include "softmax.cuh"
-#include "wgmma.cuh"
 
 // s += query x keys^T over one half of the 512 dimensions.
 DEVICE void score_half(float (&s)[32], u32 query, u32 keys, int half, bool first) {

@@ -8,22 +8,6 @@
 #define SLICES_A_GROUP (SPLIT == 1 ? 1 : SPLIT / 2)     // slices among the 128 registers of a warpgroup
 #define SLICE_REGISTERS (SPLIT == 1 ? 128 : SLICE)
 
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-DEVICE u32 peer_address(u32 address, int rank) {
-    u32 peer;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
-    return peer;
-}
-DEVICE void store_peer(u32 address, float a, float b, float c, float d) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
-                 : "memory");
-}
-DEVICE void store_peer(u32 address, float a) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
-}
-
 // Columns of this warpgroup from register FIRST on.
 template <int GROUP_ID, int FIRST, int COUNT>
 DEVICE void store_columns(const float (&o)[128], const float (&inverse)[2], const Output& out, int token,

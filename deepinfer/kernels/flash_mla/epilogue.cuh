@@ -1,7 +1,6 @@
 // The output side: 64 x 256 sums in a warpgroup's registers -> rows of the result, optionally rotated back and cast to FP8.
 #pragma once
 
-#include "../deep_jit/hopper.cuh"
 #include "query.cuh"
 
 struct Output {

@@ -3,7 +3,7 @@
 // A norm without weights is a factor of a row's logits, so that only the 64 rotated dimensions are ever written again.
 #pragma once
 
-#include "../deep_jit/hopper.cuh"
+#include "instructions.cuh"
 
 #ifndef NORM_EPSILON
 #define NORM_EPSILON 1e-20f
@@ -20,19 +20,6 @@ struct Query {
 struct Angles {
     const float *cos, *sin;
 };
-
-// A box of a tensor of three dimensions, by one thread; its bytes are counted at `barrier`.
-struct __align__(64) TensorMap {
-    u8 bytes[128];
-};
-DEVICE void copy_box(u32 target, const TensorMap& map, int x, int y, int z, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
-            target),
-        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(read_once_policy())
-        : "memory");
-}
 
 // 8 sub-tiles of [64 heads x 64 values], swizzled like the keys.
 DEVICE void copy_query(const TensorMap& map, int item, u32 target, u32 ready) {

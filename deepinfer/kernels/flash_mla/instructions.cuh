@@ -1,8 +1,43 @@
-// Matrix products of a warpgroup: 64 rows, BF16 operands, FP32 sums. Accumulator d[4 j + i] of a thread belongs to row
-// 16 warp + lane / 4 + 8 (i / 2) and column 8 j + 2 (lane % 4) + i % 2.
+// Hopper instructions that attention alone uses: a box of a tensor, a cluster's shared memory, matrix products.
 #pragma once
 
 #include "../deep_jit/hopper.cuh"
+
+// A box of a tensor of three dimensions, by one thread; its bytes are counted at `barrier`.
+struct __align__(64) TensorMap {
+    u8 bytes[128];
+};
+DEVICE void copy_box(u32 target, const TensorMap& map, int x, int y, int z, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
+            target),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(read_once_policy())
+        : "memory");
+}
+
+// ------------------------------------------------------------------ the other blocks of the cluster
+
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+DEVICE u32 peer_address(u32 address, int rank) {
+    u32 peer;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+    return peer;
+}
+DEVICE void store_peer(u32 address, float a, float b, float c, float d) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
+}
+DEVICE void store_peer(u32 address, float a) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
+}
+
+// ------------------------------------------------------------------ matrix products of a warpgroup
+
+// 64 rows, BF16 operands, FP32 sums. Accumulator d[4 j + i] of a thread belongs to row 16 warp + lane / 4 + 8 (i / 2) and
+// column 8 j + 2 (lane % 4) + i % 2.
 
 // d [64 x 64] = a [64 x 16] b [64 x 16]^T (+ d), both in shared memory with the summed dimension contiguous.
 DEVICE void wgmma_64x64(float (&d)[32], u64 a, u64 b, int accumulate) {
