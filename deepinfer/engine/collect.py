@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Set
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -25,19 +26,16 @@ from deepinfer.structured.matcher import STRUCTURED_OUTPUT
 class DraftCounts:
     """What became of the drafts of a step. Those behind the token that ended a sequence are not accepted."""
 
-    num_rounds: int = 0  # sequences with drafts
-    num_verified: int = 0
-    num_accepted: int = 0
-    accepted_at: list[int] = field(default_factory=list)  # of the first draft of all sequences, of the second, ...
+    verified: list[int] = field(default_factory=list)  # of each sequence with drafts
+    accepted: list[int] = field(default_factory=list)
 
-    def add(self, num_verified: int, num_accepted: int) -> None:
-        """Count one sequence's drafts."""
-        self.num_rounds += 1
-        self.num_verified += num_verified
-        self.num_accepted += num_accepted
-        self.accepted_at += [0] * (num_verified - len(self.accepted_at))
-        for position in range(num_accepted):
-            self.accepted_at[position] += 1
+    def accepted_at(self) -> list[int]:
+        """How often the first draft of a sequence was accepted, the second, ..."""
+        counts = [0] * max(self.verified, default=0)
+        for accepted in self.accepted:
+            if accepted:
+                counts[accepted - 1] += 1
+        return list(accumulate(reversed(counts)))[::-1]
 
 
 @dataclass(slots=True)
@@ -57,7 +55,7 @@ def collect(
     requests: dict[str, Request],
     make: NewOutputs,
     scheduler: Scheduler,
-    eos_token_ids: Collection[int],
+    eos_token_ids: Set[int],
 ) -> News:
     """Append the new tokens, apply the stop conditions and collect the news per request."""
     now, sequences, num_expected = time.monotonic(), step.sequences, step.num_expected
@@ -68,15 +66,14 @@ def collect(
         num_accepted, num_valid = len(token_ids) - 1, sampled.num_valid.get(i)
         if num_valid is not None:
             token_ids, logprobs = token_ids[:num_valid], None if logprobs is None else logprobs[:num_valid]
-        for count, token_id in enumerate(token_ids, 1):
-            seq.append(token_id, eos_token_ids)
-            if seq.finish_reason is not None and count < len(token_ids):  # what was accepted behind it is void
-                token_ids, logprobs = token_ids[:count], None if logprobs is None else logprobs[:count]
-                break
+        count = seq.extend(token_ids, eos_token_ids)
+        if count < len(token_ids):  # what was accepted behind the token that ended it is void
+            token_ids, logprobs = token_ids[:count], None if logprobs is None else logprobs[:count]
         if num_expected is not None:
             scheduler.settle(seq, num_expected[i], len(token_ids))
         if sampled.num_verified is not None and sampled.num_verified[i]:
-            news.drafts.add(sampled.num_verified[i], min(num_accepted, len(token_ids)))
+            news.drafts.verified.append(sampled.num_verified[i])
+            news.drafts.accepted.append(min(num_accepted, len(token_ids)))
         if num_valid is not None and seq.finish_reason is None:
             news.invalid.append(seq)
             if not token_ids:
@@ -156,9 +153,9 @@ def step_stats(
         cache_usage=1 - now.num_free_blocks / now.num_blocks,
         num_preemptions=now.num_preemptions,
         flops=count,
-        drafts=drafts.num_rounds if speculates else None,
-        draft_tokens=drafts.num_verified if speculates else None,
-        accepted_tokens=drafts.num_accepted if speculates else None,
-        accepted_at=drafts.accepted_at,
+        drafts=len(drafts.verified) if speculates else None,
+        draft_tokens=sum(drafts.verified) if speculates else None,
+        accepted_tokens=sum(drafts.accepted) if speculates else None,
+        accepted_at=drafts.accepted_at(),
         expert_counts=expert_counts,
     )

@@ -12,7 +12,7 @@ once. Sampling N+1 is launched with all tokens up to N known: penalties and mask
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any
@@ -75,7 +75,7 @@ class Engine:
     ):
         self.runner = runner
         self.config = config
-        self.eos_token_ids: Collection[int] = frozenset(eos_token_ids)
+        self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids)
         cache_tokens = (runner.num_blocks - 1) * config.block_size
         longest = min(config.max_model_len or runner.max_model_len, runner.max_model_len)
         self.max_model_len = min(longest, cache_tokens)

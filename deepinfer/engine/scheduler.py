@@ -270,33 +270,41 @@ class Scheduler:
         decoding = [s for s in self.running if not s.is_full]
         drafts = self._drafts_that_fit(decoding)
         if drafts is not None:
-            for seq, count in zip(decoding, drafts, strict=True):
-                self.blocks.extend(seq.block_table, seq.num_tokens + count)
             return ScheduledBatch(decoding, [1 + count for count in drafts], is_prefill=False, has_drafts=True)
-        block_size = self.blocks.block_size
-        growing = [s for s in decoding if len(s.block_table) * block_size < s.num_tokens]
+        growing = self._growing(decoding)
         while self._missing_blocks(growing) > self.blocks.num_free:
             victim = victim_of(chain(self.running, self.prefilling))
             self._preempt(victim)
-            growing = [s for s in growing if s is not victim]
-        for seq in growing:
-            self.blocks.extend(seq.block_table, seq.num_tokens)
+            growing = [(seq, length) for seq, length in growing if seq is not victim]
+        self._grow(growing)
         decoding = [s for s in decoding if s.state_slot != NULL_SLOT]
         return ScheduledBatch(decoding, [1] * len(decoding), is_prefill=False) if decoding else None
 
     def _drafts_that_fit(self, decoding: list[Sequence]) -> list[int] | None:
-        """How many drafts of each of these sequences are verified; None: no sequence has any."""
+        """How many drafts of each of these sequences are verified, with their blocks taken; None: none at all."""
         if self.draft_lengths is None or not decoding:
             return None
         drafts = self.draft_lengths(decoding)
         if not any(drafts):
             return None
-        return drafts if self._missing_blocks(decoding, drafts) <= self.blocks.num_free else None
+        growing = self._growing(decoding, drafts)
+        if self._missing_blocks(growing) > self.blocks.num_free:
+            return None
+        self._grow(growing)
+        return drafts
 
-    def _missing_blocks(self, sequences: list[Sequence], more: Iterable[int] = repeat(0)) -> int:
-        """Blocks that the sequences lack for their tokens and so many more."""
-        needed = (self.blocks.blocks_for(s.num_tokens + n) for s, n in zip(sequences, more, strict=False))
-        return sum(max(n - len(s.block_table), 0) for s, n in zip(sequences, needed, strict=True))
+    def _growing(self, sequences: list[Sequence], more: Iterable[int] = repeat(0)) -> list[tuple[Sequence, int]]:
+        """Sequences whose blocks do not hold their tokens and so many more, and how many tokens these are together."""
+        block_size = self.blocks.block_size
+        lengths = ((s, s.num_tokens + n) for s, n in zip(sequences, more, strict=False))
+        return [(s, length) for s, length in lengths if len(s.block_table) * block_size < length]
+
+    def _missing_blocks(self, growing: list[tuple[Sequence, int]]) -> int:
+        return sum(self.blocks.blocks_for(length) - len(s.block_table) for s, length in growing)
+
+    def _grow(self, growing: list[tuple[Sequence, int]]) -> None:
+        for seq, length in growing:
+            self.blocks.extend(seq.block_table, length)
 
     def _preempt(self, victim: Sequence) -> None:
         """Send a sequence back to its place in the waiting queue, its cache to the host or away."""

@@ -2,7 +2,7 @@
 
 import sys
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -123,6 +123,24 @@ class Sequence:
                 return
         if len(self.token_ids) >= self.max_num_tokens:
             self.finish_reason = "length"
+
+    def extend(self, token_ids: list[int], eos_token_ids: Set[int]) -> int:
+        """`append` generated tokens up to the one that ends the sequence; returns how many."""
+        if len(token_ids) > 1 and self.constraint is None and self._goes_on_after(token_ids, eos_token_ids):
+            self.token_ids.extend(token_ids)
+            self.num_pending -= len(token_ids)
+            return len(token_ids)
+        for count, token_id in enumerate(token_ids, 1):
+            self.append(token_id, eos_token_ids)
+            if self.finish_reason is not None:
+                return count
+        return len(token_ids)
+
+    def _goes_on_after(self, token_ids: list[int], eos_token_ids: Set[int]) -> bool:
+        """Whether it surely does; with stop tokens of its own or given ones they are looked at one by one."""
+        has_own_ends = self.params.stop_token_ids or self.params.golden_token_ids is not None
+        fits = len(self.token_ids) + len(token_ids) < self.max_num_tokens
+        return fits and not has_own_ends and eos_token_ids.isdisjoint(token_ids)
 
 
 @dataclass(slots=True)

@@ -34,18 +34,18 @@ class SlotTokens:
 
     def fill(self, inputs: ModelInputs) -> ModelInputs:
         """Decode inputs in which a token id -1 - j stands for column j of the row's slot, and that also for its
-        position if K > 0. No launch depends on values."""
+        position and context if K > 0. No launch depends on values."""
         token_ids, slots = inputs.token_ids, inputs.state_slots.long()
         if self.num_drafts == 0:
             latest = self.tokens[:, 0][slots]
             return replace(inputs, token_ids=torch.where(token_ids < 0, latest, token_ids))
-        column = (-1 - token_ids).clamp_min(0)
+        is_pending, column = token_ids < 0, (-1 - token_ids).clamp_min(0)
         # Where there is no draft any token does: its row is not accepted.
-        known = self.tokens[slots, column].clamp_min(0)
-        positions = self.lengths[slots] - 1 + column
+        known = self.tokens.view(-1).index_select(0, slots * self.tokens.shape[1] + column).clamp_min(0)
+        contexts = torch.where(is_pending, self.lengths.index_select(0, slots) + column, inputs.context_lens)
         return replace(
             inputs,
-            token_ids=torch.where(token_ids < 0, known, token_ids),
-            positions=torch.where(token_ids < 0, positions, inputs.positions),
-            context_lens=torch.where(token_ids < 0, positions + 1, inputs.context_lens).to(torch.int32),
+            token_ids=torch.where(is_pending, known, token_ids),
+            positions=contexts - 1,
+            context_lens=contexts.to(torch.int32),
         )
