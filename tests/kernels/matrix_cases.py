@@ -36,11 +36,11 @@ def dequantize(values: Tensor, scales: Tensor, rows: int = 1) -> Tensor:
     return values.double() * wide.repeat_interleave(128, 1)[:, : values.shape[1]]
 
 
-def random_matrix(g: torch.Generator, m: int, k: int, spread: float) -> Tensor:
+def random_matrix(g: torch.Generator, m: int, k: int, spread: float, device: str = "cuda") -> Tensor:
     """Rows and pieces of 128 columns of very different size."""
     x = torch.randn(m, k, generator=g) * torch.exp(spread * torch.randn(m, 1, generator=g))
     pieces = torch.exp(spread * torch.randn(m, -(-k // 128), generator=g))
-    return (x * pieces.repeat_interleave(128, 1)[:, :k]).cuda()
+    return (x * pieces.repeat_interleave(128, 1)[:, :k]).to(device)
 
 
 def ranges(counts: Sequence[int], room: int | None = None) -> tuple[Tensor, Tensor, int]:

@@ -31,23 +31,17 @@ DEVICE Codes load_codes(u32 tile, int rows_64, int warp, int lane) {
     u32 scales = tile + TILE_CODES + (rows_64 * 64 + warp * 16 + lane / 4) * 4;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(codes.words[half][0]), "=r"(codes.words[half][1]), "=r"(codes.words[half][2]),
-                       "=r"(codes.words[half][3])
-                     : "r"(at + half * 512)
-                     : "memory");
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(codes.scales[half]) : "r"(scales + half * 32) : "memory");
+        const uint4 words = load_words(at + half * 512);
+        codes.words[half][0] = words.x, codes.words[half][1] = words.y;
+        codes.words[half][2] = words.z, codes.words[half][3] = words.w;
+        codes.scales[half] = load_word(scales + half * 32);
     }
     return codes;
 }
 
 // E4M3 of these magnitudes, negative where the bytes of `signs` have their top bit. In one instruction: the compiler would
 // keep the masked signs for the rare case below, in registers that are needed.
-DEVICE u32 with_signs(u32 magnitudes, u32 signs) {
-    u32 values;
-    asm("lop3.b32 %0, %1, %2, 0x80808080, 0xF8;" : "=r"(values) : "r"(magnitudes), "r"(signs));
-    return values;
-}
+DEVICE u32 with_signs(u32 magnitudes, u32 signs) { return or_masked<0x80808080u>(magnitudes, signs); }
 // The permutation looks at the lower 16 bits of its selector only.
 DEVICE void widen_word(u32 word, uint2 magnitudes, u32& low, u32& high) {
     const u32 selectors = word & 0x77777777u;

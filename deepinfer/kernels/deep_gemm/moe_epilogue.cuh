@@ -87,8 +87,8 @@ DEVICE void write_tile(float (&total)[WAVES][N / 2], const Params& p, const Tile
             const float2 rounded = unpack_e4m3(pack_e4m3(total[w][i] * first.x, total[w][i + 1] * second.x));
             const u32 pair = pack_e4m3(rounded.x * first.y, rounded.y * second.y);
             const u32 target = staging + token * STAGING_ROW + rows_64 * 32 + at.warp * 8 + at.lane / 4;
-            asm volatile("st.shared.u8 [%0], %1;" ::"r"(target), "r"(pair & 0xFF) : "memory");
-            asm volatile("st.shared.u8 [%0], %1;" ::"r"(target + STAGING_ROW), "r"(pair >> 8) : "memory");
+            store_byte(target, pair & 0xFF);
+            store_byte(target + STAGING_ROW, pair >> 8);
         }
     }
     named_sync(1, MATH_THREADS);

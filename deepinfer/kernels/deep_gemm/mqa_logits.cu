@@ -92,12 +92,6 @@ DEVICE void feed(const Params& p, const TensorMap* query_map, const TensorMap* k
 }
 
 #if FP4
-DEVICE u32 load_word(u32 at) {
-    u32 x;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
-    return x;
-}
-
 // Keys `at` and 8 rows further, as operands of four products; returns the scales of the two.
 DEVICE float2 widen_keys(u32 at, int c, u32 (&a)[4][4]) {
     float scale[2];

@@ -102,6 +102,12 @@ DEVICE uint4 load_words(u32 at) {
                  : "memory");
     return x;
 }
+DEVICE u32 load_word(u32 at) {
+    u32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+    return x;
+}
+DEVICE void store_byte(u32 at, u32 x) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
 DEVICE void store_float(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
 DEVICE void store_global(void* target, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -124,6 +130,13 @@ DEVICE float exp2_fast(float x) {
 DEVICE u32 permute(u32 a, u32 b, u32 selector) {
     u32 word;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(a), "r"(b), "r"(selector));
+    return word;
+}
+// a | b & MASK, in one instruction that the compiler does not take apart.
+template <u32 MASK>
+DEVICE u32 or_masked(u32 a, u32 b) {
+    u32 word;
+    asm("lop3.b32 %0, %1, %2, %3, 0xF8;" : "=r"(word) : "r"(a), "r"(b), "n"(MASK));
     return word;
 }
 DEVICE u32 pack_bf16(float low, float high) {

@@ -1,0 +1,154 @@
+"""The experts' products compiled for the CPU, their threads as fibers, against float64: no GPU needed."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
+from deepinfer.kernels.deep_gemm.moe_gemm import SOURCE, _Params, _Variant
+from deepinfer.kernels.reference.basic import swiglu
+from deepinfer.kernels.reference.quant import dequantize_fp4_weight, fp8_round_trip
+from tests.kernels.matrix_cases import E4M3, TOLERANCE, dequantize, quantize, random_matrix, relative_error
+
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+BLOCKS = 2  # of the persistent kernel
+HOST_SOURCE = """
+#include "deep_jit/hopper.cuh"
+#include "deep_gemm/moe_gemm.cu"
+extern "C" void on_host(const Params* p, const TensorMap* x, const TensorMap* scales, int blocks) {
+    grid_size = blocks;
+    products.clear(), named.clear(), warpgroups.clear();
+    run(1, blocks, THREADS, 232448, [=] { moe_gemm(*p, *x, *scales); });
+}
+"""
+
+
+class HostMap(ctypes.Structure):
+    """TensorMap of products_on_host.cuh."""
+
+    _fields_ = [
+        (name, ctypes.c_uint64) for name in "base rows columns stride box_rows box_columns size swizzled".split()
+    ]
+    _fields_.append(("unused", ctypes.c_uint64 * 8))
+
+
+def host_map(x: Tensor, box: tuple[int, int], swizzled: bool) -> HostMap:
+    size = x.element_size()
+    return HostMap(x.data_ptr(), x.shape[0], x.shape[1], x.stride(0) * size, *box, size, int(swizzled))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[_Variant], Any]:
+    """The kernel's sources over an imitation of the card's instructions."""
+    folder = tmp_path_factory.mktemp("moe_gemm")
+    (folder / "deep_jit").mkdir(), (folder / "deep_gemm").mkdir()
+    here = Path(__file__).parent
+    shutil.copy(here / "cluster_on_host.cuh", folder / "deep_jit")
+    shutil.copy(here / "products_on_host.cuh", folder / "deep_jit" / "hopper.cuh")
+    for path in [*SOURCE.parent.glob("moe_*.cu*"), SOURCE.parent / "fp4_weights.cuh"]:
+        text = path.read_text().replace("blockIdx.x", "block_index()").replace("gridDim.x", "grid_size")
+        text = text.replace("extern __shared__ __align__(1024) u8 memory[]", "SHARED_MEMORY(memory)")
+        (folder / "deep_gemm" / path.name).write_text(text)
+    for name in ("products.cuh", "tma.cuh"):  # imitated as well
+        (folder / "deep_gemm" / name).write_text("")
+    (folder / "host.cpp").write_text(HOST_SOURCE)
+    built: dict[_Variant, Any] = {}
+
+    def compile_for_host(variant: _Variant) -> Any:
+        if variant not in built:
+            macros = [f"-D{name}={value}" for name, value in variant.build().defines.items()]
+            library = f"{len(built)}.so"
+            command = [str(COMPILER), "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-DCLUSTER=1", *macros]
+            command += ["host.cpp", "-o", library]
+            answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            assert answer.returncode == 0, answer.stderr[:3000]
+            built[variant] = ctypes.CDLL(str(folder / library)).on_host
+        return built[variant]
+
+    return compile_for_host
+
+
+Launch = Callable[[Tensor, Tensor, Tensor, Tensor, ExpertWeights, _Params], None]
+
+
+@pytest.fixture(params=[False, True], ids=["many", "few"])
+def launch(request, compiled) -> Launch:
+    """As moe_gemm._launch."""
+
+    def run(
+        x: Tensor, x_scales: Tensor, begins: Tensor, counts: Tensor, weights: ExpertWeights, params: _Params
+    ) -> None:
+        rows = len(x)
+        layout = torch.zeros(x_scales.shape[1], -(-rows // 4) * 4)
+        layout[:, :rows] = x_scales.T
+        params.weights, params.row_scales = weights.tiles.data_ptr(), weights.row_scales.data_ptr()
+        params.begins, params.counts = begins.data_ptr(), counts.data_ptr()
+        params.tokens, params.experts = rows, weights.tiles.shape[0]
+        params.row_blocks, params.k_blocks = weights.tiles.shape[1:3]
+        maps = host_map(x.view(torch.uint8), (16, 128), True), host_map(layout[:, :rows], (1, 128), False)
+        on_host = compiled(_Variant(weights.gate_up, request.param))
+        on_host(ctypes.byref(params), ctypes.byref(maps[0]), ctypes.byref(maps[1]), BLOCKS)
+
+    return run
+
+
+def random_experts(counts: list[int], rows: int, columns: int, spread: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales that differ by up to 2^spread, begins and counts."""
+    packed = torch.randint(0, 256, (len(counts), rows, columns // 2), dtype=torch.uint8)
+    scales = torch.randint(120 - spread, 121, (len(counts), rows, columns // 32), dtype=torch.uint8)
+    count = torch.tensor(counts, dtype=torch.int32)
+    return packed, scales, (count.cumsum(0) - count).int(), count
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "counts", "spread"), [(512, 256, [3, 0, 71], 4), (304, 160, [81, 33], 12), (16, 128, [1], 0)]
+)
+def test_grouped_product(launch: Launch, rows: int, columns: int, counts: list[int], spread: int):
+    """Ragged and empty experts, more tokens than a tile has, scales so far apart that codes are rounded."""
+    torch.manual_seed(rows)
+    packed, scales, begins, count = random_experts(counts, rows, columns, spread)
+    total = sum(counts)
+    x, x_scales = quantize(random_matrix(torch.Generator().manual_seed(3), total, columns, 1.0, "cpu"), 1)
+    order = torch.randperm(total).int()
+    out = torch.full((total, rows), float("nan"), dtype=torch.bfloat16)
+    params = _Params(out=out.data_ptr(), out_stride=rows * 2, columns=rows, out_rows=order.data_ptr())
+    launch(x, x_scales, begins, count, arrange(packed, scales), params)
+    weights = dequantize_fp4_weight(packed, scales, torch.float64)
+    for expert, (begin, size) in enumerate(zip(begins.tolist(), counts, strict=True)):
+        if size:
+            part = slice(begin, begin + size)
+            expected = dequantize(x[part], x_scales[part]) @ weights[expert].T
+            assert relative_error(out[order[part].long()], expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("inner", "columns", "counts"), [(160, 256, [61, 0, 3])])
+def test_grouped_gate_and_up(launch: Launch, inner: int, columns: int, counts: list[int]):
+    torch.manual_seed(inner)
+    packed, scales, begins, count = random_experts(counts, 2 * inner, columns, 4)
+    total = sum(counts)
+    x, x_scales = quantize(random_matrix(torch.Generator().manual_seed(4), total, columns, 0.5, "cpu") * 0.05, 1)
+    gates = torch.rand(total)
+    out = torch.full((total, inner), 0x7F, dtype=torch.uint8)  # NaN
+    out_scales = torch.full((-(-inner // 128), -(-total // 4) * 4), float("nan"))
+    params = _Params(out=out.data_ptr(), out_stride=inner, columns=inner, limit=7.0, gates=gates.data_ptr())
+    params.out_scales, params.out_scales_stride = out_scales.data_ptr(), out_scales.stride(0)
+    launch(x, x_scales, begins, count, arrange(packed, scales, gate_up=True), params)
+    weights = dequantize_fp4_weight(packed, scales, torch.float64)
+    for expert, (begin, size) in enumerate(zip(begins.tolist(), counts, strict=True)):
+        if size:
+            part = slice(begin, begin + size)
+            product = dequantize(x[part], x_scales[part]) @ weights[expert].T
+            z = gates[part, None].double() * swiglu.reference(product, 7.0)
+            result = dequantize(out[part].view(E4M3), out_scales.T[part])
+            assert relative_error(result, z) < 0.04  # E4M3 of z
+            assert ((result - fp8_round_trip(z)).abs() > 1e-3 * z.abs().amax()).double().mean() < 0.02
