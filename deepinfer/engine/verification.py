@@ -37,7 +37,7 @@ from deepinfer.sampling.sampler import (
     launch_sample,
 )
 from deepinfer.sampling.transfer import Download, upload
-from deepinfer.speculation.draft_lengths import all_pay, draft_lengths
+from deepinfer.speculation.draft_lengths import draft_lengths
 from deepinfer.speculation.drafter import Drafter, Round
 from deepinfer.speculation.gate import DraftGate
 from deepinfer.speculation.slot_scores import SlotScores
@@ -153,16 +153,15 @@ class Speculation:
             self._new_scores.clear()
         if not any(room):
             return room
+        if self.gate.takes_all:
+            of_number = [0.0, *np.cumsum(self.gate.profile).tolist()]
+            self._num_expected = sum(map(of_number.__getitem__, room))
+            return room
         survival = self._survival(np.array([seq.state_slot for seq in sequences], np.int64))
-        chances = np.minimum(self.gate.trust * survival, 1.0)
-        if not self._draws and min(room) == most:  # the usual case where rows are cheap
-            price = self.times.price(num_sequences, self._makes_drafts)
-            if all_pay(chances, price):
-                self._num_expected = float(survival.sum())
-                return room
+        trust = self.gate.trust
         step_ms = self.times.by_drafts(num_sequences, self._makes_drafts)
-        lengths = draft_lengths(chances, np.array(room), step_ms, self._draws)
-        self._num_expected = float(survival[np.arange(most) < lengths[:, None]].sum())
+        lengths, expected = draft_lengths(trust * survival, np.array(room), step_ms, self._draws)
+        self._num_expected = expected / trust
         return lengths.tolist()
 
     def _survival(self, slots: np.ndarray) -> np.ndarray:
@@ -171,11 +170,14 @@ class Speculation:
         scores, known = self._scores.of(slots)
         if scores is None:
             return np.tile(unknown, (len(slots), 1))
-        survival = np.nan_to_num(self.drafter.survival(scores), copy=False)  # what is no number is no chance
+        survival = self.drafter.survival(scores)
         if not known.all():
             survival[~known] = unknown
+        if np.isnan(survival.sum()):
+            survival = np.nan_to_num(survival)  # what is no number is no chance
         if self.overlaps:  # those are the chances of the drafts before
-            survival = OLD_CHANCES * survival + (1 - OLD_CHANCES) * unknown
+            survival *= OLD_CHANCES
+            survival += (1 - OLD_CHANCES) * unknown
         return survival
 
     def observe(self, step: LaunchedStep, ms: float | None) -> None:
@@ -190,15 +192,21 @@ class Speculation:
                 self._new_scores.append(round.scores)
 
     def _was_read(self, round: LaunchedRound) -> None:
-        """Keep the scores of the next drafts, and tell the drafter what became of those before."""
+        """Keep the scores of the next drafts, and tell the drafter what became of those before, where it matters."""
+        if not self.drafter.learns and (self.gate.takes_all or not self.variable_length):
+            return
         assert round.accepted is not None and round.num_verified is not None
         slots, scores = round.slots, round.scores
         held = np.array([seq.state_slot for seq in round.sequences], np.int64) == slots  # by those that were in it
-        old, known = self._scores.of(slots)
-        if old is not None:
-            judged = known & held & (round.num_verified > 0)
-            self.drafter.learn(old[judged], round.num_verified[judged], round.accepted[judged])
-        self._scores.set(slots[held], None if scores is None else scores[held])
+        if not held.all():
+            slots, scores = slots[held], None if scores is None else scores[held]
+        if self.drafter.learns:
+            old, known = self._scores.of(slots)
+            num_verified, num_accepted = round.num_verified[held], round.accepted[held]
+            judged = known & (num_verified > 0)
+            if old is not None:
+                self.drafter.learn(old[judged], num_verified[judged], num_accepted[judged])
+        self._scores.set(slots, scores)
 
     def before_decode(self, batch: ScheduledBatch) -> None:
         """Give the device the tokens of sequences that come from elsewhere: the host, or another engine."""

@@ -17,8 +17,8 @@ import numpy as np
 
 def draft_lengths(
     survival: np.ndarray, room: np.ndarray, step_ms: np.ndarray, until_first_fall: bool = False
-) -> np.ndarray:
-    """Drafts to verify of each of S sequences, int64 [S].
+) -> tuple[np.ndarray, float]:
+    """Drafts to verify of each of S sequences, int64 [S], and how many of them are expected to be accepted.
 
     Args:
         survival: [S, K] chance that draft i and all before it are accepted; does not rise along a row.
@@ -27,36 +27,31 @@ def draft_lengths(
         until_first_fall: of Theta, for drafts that were drawn.
     """
     num_sequences, num_drafts = survival.shape
-    has_chance = (np.arange(num_drafts) < room[:, None]) & (survival > 0)  # also not what is no number
-    chances = np.where(has_chance, survival, 0.0).ravel()
-    order = np.argsort(-chances)[: np.count_nonzero(chances)]  # only how many of a sequence are admitted matters
-    tau = num_sequences + np.concatenate(([0.0], np.cumsum(chances[order])))
-    theta = tau / step_ms[: len(tau)]
+    if room.min() < num_drafts or not survival.min() > 0:  # also where one is no number
+        has_chance = (np.arange(num_drafts) < room[:, None]) & (survival > 0)
+        survival = np.where(has_chance, survival, 0.0)
+    ordered = np.sort(survival, axis=None)[::-1]
+    tau = np.cumsum(ordered)
+    theta = (tau + num_sequences) / step_ms[1 : len(tau) + 1]
+    without = num_sequences / step_ms[0]
     if until_first_fall:
-        falls = np.diff(theta) < 0
-        best = int(falls.argmax()) if falls.any() else len(order)
+        falls = np.diff(theta, prepend=without) < 0
+        count = int(falls.argmax()) if falls.any() else len(theta)
     else:
-        best = int(theta.argmax())
-    return np.bincount(order[:best] // num_drafts, minlength=num_sequences)
+        most = int(theta.argmax())
+        count = most + 1 if theta[most] > without else 0
+    count = min(count, int(np.count_nonzero(ordered)))
+    if count == 0:
+        return np.zeros(num_sequences, np.int64), 0.0
+    lengths = (survival >= ordered[count - 1]).sum(axis=1)
+    if lengths.sum() > count:  # not all of the equal ones that come last
+        lengths = np.bincount(np.argsort(-survival, axis=None)[:count] // num_drafts, minlength=num_sequences)
+    return lengths, float(tau[count - 1])
 
 
-def price_of_all(step_ms: np.ndarray) -> float:
-    """The chance that a draft must have for each token of a step's tau so that verifying all is best; see `all_pay`.
-
-    Theta of all N drafts is above that of any n if (the chances of the others) / tau_n > step_ms[N] / step_ms[n] - 1.
-    The others are N - n and have no less than the least chance, and tau_n is at most tau.
-    """
-    rest = np.arange(len(step_ms) - 1, 0, -1)
-    return float(((step_ms[-1] / step_ms[:-1] - 1.0) / rest).max())
-
-
-def all_pay(survival: np.ndarray, price: float) -> bool:
-    """Whether `draft_lengths` is sure to admit all drafts with these chances [S, K], which costs less to find out."""
-    return float(survival.min()) > price * (len(survival) + float(survival.sum()))
-
-
-def expected_rate(survival: np.ndarray, num_sequences: int, step_ms: np.ndarray) -> float:
-    """Tokens a millisecond of steps of so many sequences, whose drafts have chances like these.
+def expected_rates(survival: np.ndarray, num_sequences: int, step_ms: np.ndarray) -> tuple[float, float]:
+    """Tokens a millisecond of steps of so many sequences, whose drafts have chances like these: with the best numbers
+    of drafts, and with all.
 
     survival: [N, K], N >= 1, any drafts. They are taken for those of N // num_sequences steps, or repeated to be those
     of one. step_ms: [num_sequences * K + 1] as above.
@@ -66,4 +61,5 @@ def expected_rate(survival: np.ndarray, num_sequences: int, step_ms: np.ndarray)
     gained = np.cumsum(-np.sort(-chances, axis=1), axis=1)
     tau = num_sequences + np.concatenate((np.zeros((num_steps, 1)), gained), axis=1)
     best = (tau / step_ms).argmax(axis=1)
-    return float(tau[np.arange(num_steps), best].sum() / step_ms[best].sum())
+    best_rate = tau[np.arange(num_steps), best].sum() / step_ms[best].sum()
+    return float(best_rate), float(tau[:, -1].sum() / (num_steps * step_ms[-1]))

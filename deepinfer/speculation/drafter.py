@@ -46,6 +46,7 @@ class Drafter(Protocol):
     # float32 [slots, K, V]: what the latest drafts of each slot were drawn from, for rejection sampling; None: they are
     # not drawn, and accepted if the target agrees.
     probabilities: Tensor | None
+    learns: bool  # whether `learn` has to be called
 
     def prefilled(self, inputs: ModelInputs) -> None:
         """A prefill step with these inputs has been launched."""

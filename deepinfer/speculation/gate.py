@@ -11,13 +11,14 @@ from __future__ import annotations
 import numpy as np
 
 from deepinfer.speculation.acceptance import PRIOR_RATE
-from deepinfer.speculation.draft_lengths import expected_rate
+from deepinfer.speculation.draft_lengths import expected_rates
 from deepinfer.speculation.step_times import StepTimes
 
+WORTH = 1.01  # times as many tokens that fewer drafts must be expected to give than all
 OPENS = 1.03  # the expected gain from which drafts are made; they are until there is none
-REVIEW = 4  # steps after which the gain is looked at again
-CHECK_AFTER, CHECK_EVERY = 12, 512  # steps with drafts, where the time without is not known and where it is
-SURE, CHECK_RARELY = 1.3, 8192  # the gain from which the latter is rare
+SOON, REVIEW = 8, 16  # the gain is looked at after each of the first steps with drafts, later after so many
+CHECK_AFTER, CHECK_EVERY = 4, 512  # steps with drafts, where the time without is not known and where it is
+SURE, CHECK_RARELY = 1.3, 4096  # the gain from which the latter is rare
 CHECK_STEPS = 4  # without drafts; the first of them verifies the latest, and tells nothing
 PROBE_SHARE = 0.01  # of the time may go into drafts that are not expected to pay
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps between two probes: twice as many each time that it stays closed
@@ -29,14 +30,19 @@ TRUST_PRIOR = 20.0
 
 
 class DraftGate:
-    """Asked once a decode step, before the step is launched."""
+    """Asked once a decode step, before the step is launched.
+
+    `takes_all`: all drafts are verified, because choosing among them is not worth it; that costs the host nothing.
+    """
 
     def __init__(self, times: StepTimes, num_drafts: int) -> None:
         self.times = times
         self.is_open = True
+        self.takes_all = False
         self.profile = np.cumprod(np.full(num_drafts, PRIOR_RATE))  # the mean of the latest drafts' chances
         self._seen = self.profile[None]  # those chances [N, K], once there have been any
         self._has_seen = False
+        self._has_news = False  # since the latest review
         self._steps = 0  # since the gate opened or closed, or since the latest check or probe
         self._left = 0  # steps that are left of it
         self._failures = 0  # times that drafts did not pay since they last did
@@ -47,7 +53,7 @@ class DraftGate:
     @property
     def wants_chances(self) -> bool:
         """Whether to show it the chances of drafts now: those of some steps will do while the gate is open."""
-        return not self.is_open or self._steps % REVIEW == 0
+        return not self.is_open or self._steps < SOON or self._steps % REVIEW == 0
 
     @property
     def trust(self) -> float:
@@ -59,7 +65,7 @@ class DraftGate:
         """Whether the next step, of so many sequences, makes drafts for the one behind it."""
         self._steps += 1
         resized = 4 * abs(num_sequences - self._reviewed) > self._reviewed
-        if resized or self._steps % REVIEW == 0:
+        if resized or self._has_news:
             self._reviewed = num_sequences
             self._review(num_sequences)
         return self._drafts_but_for_checks(num_sequences) if self.is_open else self._probes(num_sequences)
@@ -94,7 +100,7 @@ class DraftGate:
     def saw(self, survival: np.ndarray) -> None:
         """Chances [N, K] of drafts that have been made."""
         before = self._seen if self._has_seen else self._seen[:0]
-        self._has_seen = True
+        self._has_seen = self._has_news = True
         self._seen = np.concatenate((before, np.nan_to_num(survival)))[-max(MEMORY, len(survival)) :]
 
     def learn(self, num_expected: float, num_accepted: int) -> None:
@@ -106,14 +112,19 @@ class DraftGate:
 
     def gain(self, num_sequences: int) -> float:
         """Tokens a millisecond of steps with drafts like the latest, as a multiple of those without."""
+        return self._rates(num_sequences)[0] * self.times.plain(num_sequences) / num_sequences
+
+    def _rates(self, num_sequences: int) -> tuple[float, float]:
         step_ms = self.times.by_drafts(num_sequences, True)
-        self.profile = self._seen.mean(axis=0)
-        with_drafts = expected_rate(np.minimum(self.trust * self._seen, 1.0), num_sequences, step_ms)
-        return with_drafts * self.times.plain(num_sequences) / num_sequences
+        return expected_rates(np.minimum(self.trust * self._seen, 1.0), num_sequences, step_ms)
 
     def _review(self, num_sequences: int) -> None:
+        self._has_news = False
         self.times.correct()
-        self._gain = self.gain(num_sequences)
+        self.profile = self._seen.mean(axis=0)
+        best, of_all = self._rates(num_sequences)
+        self.takes_all = best <= WORTH * of_all
+        self._gain = best * self.times.plain(num_sequences) / num_sequences
         opens = self._gain >= (1.0 if self.is_open else OPENS)
         if opens != self.is_open:
             self.is_open, self._steps, self._left = opens, 0, 0

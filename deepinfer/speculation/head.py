@@ -27,6 +27,8 @@ class HeadDrafter:
             most likely tokens.
     """
 
+    learns = False  # the confidences were calibrated when the head was trained
+
     def __init__(self, head: DraftHead, caches: Caches, num_drafts: int, probabilities: Tensor | None = None) -> None:
         self.probabilities = probabilities
         self.head = head
@@ -68,4 +70,4 @@ class HeadDrafter:
         return np.cumprod(scores, axis=1)
 
     def learn(self, scores: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
-        """Nothing to do: the confidences were calibrated when the head was trained."""
+        """Nothing to do."""

@@ -29,6 +29,7 @@ class NgramDrafter:
     """
 
     probabilities: Tensor | None = None
+    learns = True
 
     def __init__(
         self,

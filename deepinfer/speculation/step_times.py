@@ -15,8 +15,6 @@ from statistics import median
 
 import numpy as np
 
-from deepinfer.speculation.draft_lengths import price_of_all
-
 BOUND = 10.0  # most that the curve is corrected by, either way
 ENOUGH = 3  # steps without which nothing is known
 KEPT = 9  # latest steps that count, of a kind and a share
@@ -43,7 +41,6 @@ class StepTimes:
         self._drafting = [DraftingSteps() for _ in range(num_classes)]
         self._lines: dict[tuple[bool, int], tuple[float, float]] = {}  # by kind and batch size, where enough is known
         self._times: dict[tuple[int, bool, int | None], np.ndarray] = {}  # that were asked for
-        self._prices: dict[tuple[int, bool], float] = {}
 
     def plain(self, num_sequences: int) -> float:
         """Milliseconds of a step without drafts."""
@@ -58,13 +55,6 @@ class StepTimes:
         if key not in self._times:
             self._times[key] = self._by_drafts(*key)
         return self._times[key]
-
-    def price(self, num_sequences: int, drafting: bool) -> float:
-        """`price_of_all` by these times."""
-        key = num_sequences, drafting
-        if key not in self._prices:
-            self._prices[key] = price_of_all(self.by_drafts(num_sequences, drafting))
-        return self._prices[key]
 
     def _by_drafts(self, num_sequences: int, drafting: bool, most: int | None) -> np.ndarray:
         possible = num_sequences * self._num_drafts
@@ -94,7 +84,6 @@ class StepTimes:
         """Let the times follow what was observed since; so far they have not."""
         self._lines.clear()
         self._times.clear()
-        self._prices.clear()
 
     def fade(self) -> None:
         """Drafts have not been verified for long: what is known of such steps slowly counts less than the curve."""
@@ -107,8 +96,8 @@ class StepTimes:
         Where no steps of a kind are known, the others tell: the machine is the same.
         """
         for kind in (drafting, not drafting):
-            of_kind = self._drafting if kind else self._plain
-            known = [i for i, steps in enumerate(of_kind) if len(steps) >= ENOUGH]
+            counts = map(len, self._drafting) if kind else map(len, self._plain)
+            known = [i for i, count in enumerate(counts) if count >= ENOUGH]
             if known:
                 nearest = min(known, key=lambda i: abs(i - size))
                 if (kind, nearest) not in self._lines:

@@ -35,6 +35,7 @@ class TellTale:
     """
 
     probabilities = None
+    learns = True
 
     def __init__(self, num_drafts: int, num_slots: int, texts: list[list[int]], honesty: float, seed: int) -> None:
         self.num_drafts = num_drafts

@@ -136,6 +136,7 @@ class Drafter:
     """Drafts whose confidences are right: easy and hard sequences, and easy and hard places in them."""
 
     probabilities = None
+    learns = True
     num_drafts = NUM_DRAFTS
 
     def __init__(self, clocks: Clocks, easiness: float) -> None:

@@ -29,6 +29,8 @@ REQUESTS = 3000
 class Roulette:
     """A Drafter that draws from distributions of its own, and whose chances tell what was drawn before them."""
 
+    learns = True
+
     def __init__(self, num_drafts: int, is_honest: bool) -> None:
         self.num_drafts = num_drafts
         self.probabilities = torch.zeros(61, num_drafts, VOCAB_SIZE)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deepinfer.engine.decode_curve import DecodeCurve
 from deepinfer.engine.drafters import times_by_rows
 from deepinfer.speculation.acceptance import PRIOR_RATE, AcceptanceRates
-from deepinfer.speculation.draft_lengths import all_pay, draft_lengths, expected_rate, price_of_all
+from deepinfer.speculation.draft_lengths import draft_lengths, expected_rates
 
 chances = st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3)
 
@@ -29,7 +29,7 @@ def test_no_other_choice_gives_more_tokens_a_millisecond(
     survival = np.cumprod(np.array(rates), axis=1)
     limits = np.array(room[: len(rates)])
     step_ms = 1.0 + np.cumsum(steps)  # rises, by anything
-    got = draft_lengths(survival, limits, step_ms)
+    got, expected = draft_lengths(survival, limits, step_ms)
 
     def theta(lengths: tuple[int, ...]) -> float:
         tau = len(rates) + sum(survival[i, :n].sum() for i, n in enumerate(lengths))
@@ -37,6 +37,7 @@ def test_no_other_choice_gives_more_tokens_a_millisecond(
 
     choices = itertools.product(*(range(limit + 1) for limit in limits))
     assert (got <= limits).all()
+    assert expected == pytest.approx(sum(survival[i, :n].sum() for i, n in enumerate(got)))
     assert theta(tuple(got)) == pytest.approx(max(map(theta, choices)))
 
 
@@ -44,41 +45,22 @@ def test_a_step_that_only_grows_slower_is_filled_and_a_steep_one_is_not() -> Non
     survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.1]])
     room = np.array([3, 3])
     flat, steep = np.full(7, 2.0), np.arange(2.0, 9.0)
-    assert draft_lengths(survival, room, flat).tolist() == [3, 3]
-    assert draft_lengths(survival, room, steep).tolist() == [0, 0]
+    assert draft_lengths(survival, room, flat)[0].tolist() == [3, 3]
+    assert draft_lengths(survival, room, steep)[0].tolist() == [0, 0]
     stairs = np.array([1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0])  # padded to 4 rows
-    assert draft_lengths(survival, room, stairs).tolist() == [2, 0]
+    assert draft_lengths(survival, room, stairs)[0].tolist() == [2, 0]
 
 
 @given(rates=st.lists(chances, min_size=1, max_size=4), steps=st.lists(st.floats(0.0, 3.0), min_size=13, max_size=13))
 def test_the_rate_of_one_step_is_that_of_its_lengths(rates: list[list[float]], steps: list[float]) -> None:
     survival, step_ms = np.cumprod(np.array(rates), axis=1), 1.0 + np.cumsum(steps)
-    lengths = draft_lengths(survival, np.full(len(rates), 3), step_ms)
+    lengths, _ = draft_lengths(survival, np.full(len(rates), 3), step_ms)
     tau = len(rates) + sum(survival[i, :n].sum() for i, n in enumerate(lengths))
-    got = expected_rate(survival, len(rates), step_ms[: 3 * len(rates) + 1])
+    got, of_all = expected_rates(survival, len(rates), step_ms[: 3 * len(rates) + 1])
     assert got == pytest.approx(tau / step_ms[lengths.sum()])
+    assert of_all == pytest.approx((len(rates) + survival.sum()) / step_ms[3 * len(rates)])
     twice = np.concatenate((survival, survival))  # two such steps
-    assert expected_rate(twice, len(rates), step_ms[: 3 * len(rates) + 1]) == pytest.approx(got)
-
-
-@given(
-    rates=st.lists(st.lists(st.floats(0.5, 1.0), min_size=3, max_size=3), min_size=1, max_size=4),
-    steps=st.lists(st.floats(-0.02, 0.1), min_size=13, max_size=13),
-)
-def test_all_are_admitted_at_once_only_where_they_are_after_sorting(
-    rates: list[list[float]], steps: list[float]
-) -> None:
-    survival = np.cumprod(np.array(rates), axis=1)
-    step_ms = (1.0 + np.cumsum(steps))[: survival.size + 1]
-    if all_pay(survival, price_of_all(step_ms)):
-        assert (draft_lengths(survival, np.full(len(rates), 3), step_ms) == 3).all()
-
-
-def test_all_pay_where_rows_cost_nothing_and_not_where_they_are_dear() -> None:
-    survival = np.full((4, 3), 0.3)
-    assert all_pay(survival, price_of_all(np.full(13, 2.0)))
-    assert all_pay(survival, price_of_all(2.0 + 0.05 * np.arange(13)))
-    assert not all_pay(survival, price_of_all(2.0 + np.arange(13)))
+    assert expected_rates(twice, len(rates), step_ms[: 3 * len(rates) + 1]) == pytest.approx((got, of_all))
 
 
 def test_times_are_those_of_the_padded_sizes() -> None:
@@ -110,5 +92,5 @@ def test_rates_follow_what_is_accepted() -> None:
 def test_a_chance_that_is_no_number_is_none(until_first_fall: bool) -> None:
     """A head that overflowed: its drafts are left out, and nobody gets more than there is room for."""
     survival = np.array([[np.nan, np.nan], [0.9, 0.8], [0.9, 0.8]])
-    lengths = draft_lengths(survival, np.array([2, 0, 2]), np.ones(20), until_first_fall=until_first_fall)
+    lengths, _ = draft_lengths(survival, np.array([2, 0, 2]), np.ones(20), until_first_fall=until_first_fall)
     assert lengths.tolist() == [0, 0, 2]

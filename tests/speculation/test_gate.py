@@ -40,7 +40,7 @@ class Machine:
         lengths = np.zeros(size, np.int64)
         if self.has_drafts:
             step_ms = gate.times.by_drafts(size, makes_drafts)
-            lengths = draft_lengths(np.minimum(gate.trust * survival, 1.0), np.full(size, NUM_DRAFTS), step_ms)
+            lengths, _ = draft_lengths(np.minimum(gate.trust * survival, 1.0), np.full(size, NUM_DRAFTS), step_ms)
         accepted = 0
         for length in lengths:
             while length and self.rng.random() < self.rate:
