@@ -7,6 +7,8 @@
 #include <csetjmp>
 #include <cstring>
 #include <functional>
+#include <numeric>
+#include <random>
 #include <ucontext.h>
 #include <vector>
 
@@ -172,6 +174,7 @@ static u32 reaches_bf16(u32 a, u32 b) {
 static u32 upper_halves(u32 low, u32 high) { return low >> 16 | (high & 0xFFFF0000); }
 static int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 
+static std::mt19937* shuffles = nullptr;  // where threads should take turns in a random order
 static std::function<void()> body;
 static void enter() {
     fibers[current].started = true;
@@ -201,10 +204,14 @@ static void run(int ranks, int rows, int threads, int shared_bytes, const std::f
             fiber.context.uc_link = nullptr;
             makecontext(&fiber.context, enter, 0);
         }
+        std::vector<int> order(fibers.size());
+        std::iota(order.begin(), order.end(), 0);
         bool alive = true;
         while (alive) {
             alive = false;
-            for (current = 0; current < (int)fibers.size(); current++) {
+            if (shuffles != nullptr) std::shuffle(order.begin(), order.end(), *shuffles);
+            for (int next : order) {
+                current = next;
                 Fiber& fiber = fibers[current];
                 if (fiber.done) continue;
                 alive = true;

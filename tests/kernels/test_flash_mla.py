@@ -35,7 +35,9 @@ hopper = pytest.mark.skipif(
 )
 
 
-def make_cache(g: torch.Generator, pages: int, size: int, kind: str, row_format: RowFormat, spread: float) -> Tensor:
+def make_cache(
+    g: torch.Generator, pages: int, size: int, kind: str, row_format: RowFormat, spread: float, device: str
+) -> Tensor:
     """A view [pages, size, row] into wider pages, everything around the rows poisoned; row values differ in size."""
     values = torch.randn(pages * size, DIM, generator=g) * torch.exp(spread * torch.randn(pages * size, 1, generator=g))
     if kind != "plain":
@@ -45,7 +47,7 @@ def make_cache(g: torch.Generator, pages: int, size: int, kind: str, row_format:
     wide = torch.full((pages, size * row + 32), poison, dtype=dtype)
     cache = wide[:, 16 : 16 + size * row].unflatten(1, (size, row))
     store_rows.reference(cache, torch.arange(pages * size), values, row_format)
-    return wide.cuda()[:, 16 : 16 + size * row].unflatten(1, (size, row))
+    return wide.to(device)[:, 16 : 16 + size * row].unflatten(1, (size, row))
 
 
 @dataclass
@@ -94,21 +96,22 @@ def make_case(
     spread: float = 0.3,
     pages: tuple[int, int] = (13, 9),
     sizes: tuple[int, int] = (134, 64),
+    device: str = "cuda",
 ) -> Case:
     g = torch.Generator().manual_seed(seed)
 
     def make_slots(count: int, rows: int) -> Tensor:
         slots = torch.randint(0, rows, (tokens, count + 3), generator=g, dtype=torch.int32)
         slots[torch.rand(slots.shape, generator=g) < absent] = -1
-        return slots.cuda()[:, :count]  # rows are further apart than they are long
+        return slots.to(device)[:, :count]  # rows are further apart than they are long
 
-    q = torch.randn(tokens, heads, DIM + 8, generator=g).bfloat16().cuda()[..., :DIM]
-    window_cache = make_cache(g, pages[0], sizes[0], kinds[0], RowFormat.FP8, spread)
+    q = torch.randn(tokens, heads, DIM + 8, generator=g).bfloat16().to(device)[..., :DIM]
+    window_cache = make_cache(g, pages[0], sizes[0], kinds[0], RowFormat.FP8, spread, device)
     latent_cache = latent_slots = None
     if selected is not None:
-        latent_cache = make_cache(g, pages[1], sizes[1], kinds[1], LATENTS[kinds[1]], spread)
+        latent_cache = make_cache(g, pages[1], sizes[1], kinds[1], LATENTS[kinds[1]], spread, device)
         latent_slots = make_slots(selected, pages[1] * sizes[1])
-    sink = torch.randn(heads, generator=g).cuda()
+    sink = torch.randn(heads, generator=g).to(device)
     return Case(q, window_cache, make_slots(window, pages[0] * sizes[0]), latent_cache, latent_slots, sink)
 
 

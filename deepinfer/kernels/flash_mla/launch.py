@@ -92,6 +92,40 @@ def choose_split(tokens: int, heads: int, processors: int) -> int:
     return 4 if blocks * 4 <= processors else 2 if blocks * 2 <= processors else 1
 
 
+def prepare(
+    q: Tensor,
+    window_cache: Tensor,
+    window_slots: Tensor,
+    latent_cache: Tensor | None,
+    latent_slots: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    out: Tensor,
+    *,
+    formats: tuple[RowFormat | str, RowFormat | str | None],
+    split: int,
+    out_scales: Tensor | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
+    q_norm: bool = False,
+) -> tuple[Variant, _Params]:
+    """What the kernel is specialised to, and its parameters beside the query's tensor map."""
+    tokens, heads, _ = q.shape
+    window_page, window = _source(window_cache, window_slots)
+    latent_page, latent = _source(latent_cache, latent_slots)
+    has_angles, is_fp8 = angles is not None, out_scales is not None
+    variant = Variant(heads, formats[0], window_page, formats[1], latent_page, split, q_norm, has_angles, is_fp8)
+    return variant, _Params(
+        _Query(q.data_ptr(), q.stride(0) * 2, q.stride(1) * 2),
+        window,
+        latent,
+        sink.data_ptr(),
+        *((angles[0].data_ptr(), angles[1].data_ptr()) if angles else (None, None)),
+        _Output(out.data_ptr(), out_scales.data_ptr() if out_scales is not None else None),
+        scale,
+        tokens,
+    )
+
+
 def launch(
     q: Tensor,
     window_cache: Tensor,
@@ -108,32 +142,28 @@ def launch(
     q_norm: bool = False,
     split: int | None = None,
 ) -> None:
-    """Run the kernel on checked arguments (see attention.py); out [N, H, 512] BF16 or E4M3."""
+    """Run the kernel on checked arguments (see attention.py); out [N, H, 512] BF16 or E4M3.
+
+    The split over the keys follows the number of tokens: the only place where a batch changes the order of a sum. Bits
+    that must not depend on it take a constant `split`.
+    """
     tokens, heads, _ = q.shape
-    window_page, window = _source(window_cache, window_slots)
-    latent_page, latent = _source(latent_cache, latent_slots)
     processors = _processors(q.device.index)
     split = split or choose_split(tokens, heads, processors)
-    variant = Variant(
-        heads,
-        formats[0],
-        window_page,
-        formats[1],
-        latent_page,
-        split,
-        q_norm,
-        angles is not None,
-        out_scales is not None,
-    )
-    params = _Params(
-        _Query(q.data_ptr(), q.stride(0) * 2, q.stride(1) * 2),
-        window,
-        latent,
-        sink.data_ptr(),
-        *((angles[0].data_ptr(), angles[1].data_ptr()) if angles else (None, None)),
-        _Output(out.data_ptr(), out_scales.data_ptr() if out_scales is not None else None),
+    variant, params = prepare(
+        q,
+        window_cache,
+        window_slots,
+        latent_cache,
+        latent_slots,
+        sink,
         scale,
-        tokens,
+        out,
+        formats=formats,
+        split=split,
+        out_scales=out_scales,
+        angles=angles,
+        q_norm=q_norm,
     )
     items = tokens * heads // BLOCK_HEADS
     grid = items * split if split > 1 else min(items, processors)

@@ -1,0 +1,143 @@
+"""The Hopper attention kernel compiled for the CPU, its threads as fibers, against float64 attention: no GPU needed."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.flash_mla.launch import prepare, row_format
+from deepinfer.kernels.flash_mla.variants import SOURCE, Variant
+from deepinfer.kernels.reference.cache_rows import RowFormat, latent_format
+from tests.kernels.test_flash_mla import DIM, ROUNDING, Case, make_case, relative_error, rotate
+
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+HERE = Path(__file__).parent
+ON_HOST = """
+extern "C" void on_host(const Params* p, int clusters, u32 seed) {
+    TensorMap map = {p->query.base, p->query.token_stride, p->query.head_stride};
+    std::mt19937 random(seed);
+    shuffles = &random;
+    gridDim = {clusters * SPLIT, 1};
+    run(SPLIT, clusters, 384, SHARED_BYTES, [=] { sparse_attention(*p, map); });
+}
+"""
+libraries: dict[Variant, ctypes.CDLL] = {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel's sources, and a CPU's idea of the instructions that they use."""
+    folder = tmp_path_factory.mktemp("attention")
+    (folder / "deep_jit").mkdir(), (folder / "flash_mla").mkdir()
+    for path in SOURCE.parent.glob("*.cu*"):
+        text = path.read_text().replace("#pragma unroll", "//")
+        text = text.replace(
+            "extern __shared__ __align__(1024) u8 shared[];", "u8* shared = fibers[current].block->memory.data();"
+        )
+        (folder / "flash_mla" / path.name).write_text(text)
+    (folder / "flash_mla" / "instructions.cuh").write_text('#pragma once\n#include "../deep_jit/hopper.cuh"\n')
+    shutil.copy(HERE / "attention_on_host.cuh", folder / "deep_jit" / "hopper.cuh")
+    shutil.copy(HERE / "cluster_on_host.cuh", folder / "deep_jit")
+    (folder / "host.cpp").write_text('#include "flash_mla/attention.cu"\n' + ON_HOST)
+    return folder
+
+
+def library(folder: Path, variant: Variant) -> ctypes.CDLL:
+    if variant not in libraries:
+        defines = [f"-D{name}={value}" for name, value in variant.build().defines.items()]
+        command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *defines, "host.cpp", "-o"]
+        name = re.sub(r"\W+", "_", "".join(defines)) + ".so"
+        answer = subprocess.run([*command, name], cwd=folder, capture_output=True, text=True)
+        assert answer.returncode == 0, answer.stderr[:3000]
+        libraries[variant] = ctypes.CDLL(str(folder / name))
+    return libraries[variant]
+
+
+def attend(
+    folder: Path,
+    case: Case,
+    split: int = 1,
+    clusters: int | None = None,
+    angle: Tensor | None = None,
+    q_norm: bool = False,
+    fp8: bool = False,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """What the kernel writes, all of it: the outputs are poisoned."""
+    out = torch.full(case.q.shape, float("nan"), dtype=torch.bfloat16)
+    scales = None
+    if fp8:
+        out = torch.full(case.q.shape, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        scales = torch.full((*case.q.shape[:2], DIM // 32), 255, dtype=torch.uint8)
+    angles = None if angle is None else (angle.cos().float(), angle.sin().float())
+    latent = None if case.latent_cache is None else row_format(case.latent_cache, latent_format(case.latent_cache, DIM))
+    formats = (row_format(case.window_cache, RowFormat.FP8), latent)
+    variant, params = prepare(
+        *case.arguments, out, formats=formats, split=split, out_scales=scales, angles=angles, q_norm=q_norm
+    )
+    items = len(case.q) * case.q.shape[1] // 64
+    library(folder, variant).on_host(ctypes.byref(params), items if split > 1 or clusters is None else clusters, seed)
+    return out, scales
+
+
+@pytest.mark.parametrize("split", (1, 2, 4))
+@pytest.mark.parametrize("kinds", ("plain-plain", "packed-packed", "packed-fp8"))
+def test_agrees_with_float64(folder, kinds, split):
+    """Three tokens, one with no key at all, on two processors where they take turns."""
+    case = make_case(split, 3, 64, 100, 200, kinds=tuple(kinds.split("-")), device="cpu")
+    case.window_slots[1] = case.latent_slots[1] = -1
+    result, _ = attend(folder, case, split, clusters=2)
+    assert (result[1] == 0).all()
+    assert relative_error(result, case.expected()) < ROUNDING
+
+
+def test_a_window_alone_of_128_heads(folder):
+    case = make_case(7, 2, 128, 130, None, kinds=("packed", "plain"), device="cpu")
+    result, _ = attend(folder, case, clusters=2)
+    assert relative_error(result, case.expected()) < ROUNDING
+
+
+def test_rotated(folder):
+    """Window in BF16 as in prefill, in one page, with compressed rows."""
+    case = make_case(8, 2, 64, 64, 70, kinds=("plain", "packed"), pages=(1, 9), device="cpu")
+    angle = torch.rand(2, 32, dtype=torch.float64) * 6.28
+    result, _ = attend(folder, case, clusters=1, angle=angle)
+    assert relative_error(result, rotate(case.expected(rotate(case.q.double(), angle)), -angle)) < 6e-3
+
+
+@pytest.mark.parametrize("split", (1, 4))
+def test_fused_with_norm_and_cast(folder, split):
+    case = make_case(9 + split, 2, 64, 128, 130, kinds=("packed", "packed"), device="cpu")
+    angle = torch.rand(2, 32, dtype=torch.float64) * 6.28
+    values, scales = attend(folder, case, split, clusters=1, angle=angle, q_norm=True, fp8=True)
+    q = case.q.double()
+    q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + 1e-20)
+    groups = rotate(case.expected(rotate(q, angle)), -angle).unflatten(-1, (16, 32))
+    size = torch.exp2(scales.double() - 127)
+    result = values.double().unflatten(-1, (16, 32)) * size.unsqueeze(-1)
+    assert relative_error(result, groups) < 4e-2  # E4M3 rounds to 1 / 16
+    exact = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1).clamp_min(1e-4) / 448)))
+    assert (size == exact).double().mean() > 0.98  # a maximum next to a power of two may fall on its other side
+
+
+@pytest.mark.parametrize("kinds", ("plain-plain", "packed-packed"))
+@pytest.mark.parametrize("split", (1, 2))
+def test_bits_depend_on_neither_turns_nor_neighbours(folder, kinds, split):
+    """Threads that take turns in another order find another order of sums only where a barrier is missing."""
+    case = make_case(15, 3, 64, 100, 200, kinds=tuple(kinds.split("-")), device="cpu")
+    together, _ = attend(folder, case, split, clusters=1)
+    assert torch.equal(attend(folder, case, split, clusters=2, seed=1)[0], together)
+    token = slice(2, 3)
+    slots = case.window_slots[token], case.latent_slots[token]
+    if split == 1:  # and absent slots behind the others change none
+        slots = slots[0], torch.nn.functional.pad(slots[1], (0, 130), value=-1)
+    alone = Case(case.q[token], case.window_cache, slots[0], case.latent_cache, slots[1], case.sink)
+    assert torch.equal(attend(folder, alone, split, seed=2)[0], together[token])
