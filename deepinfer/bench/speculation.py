@@ -1,10 +1,14 @@
 """`deepinfer bench speculation`: decoding with and without drafts, the same requests, batch by batch.
 
 Engines over one checkpoint, without drafts, with drafts whose number follows the decode curve, and with a fixed number,
-answer the same greedy requests in alternation. The time runs from the first decode step until the first sequence of the
-batch ends, so that the batch is whole all the time; a round has several batches, one after the other, so that there are
-prompts of all kinds in it. Outputs must be the same tokens; on a GPU, where the number of rows may tip a token, the
-share that is the same is printed.
+answer the same greedy requests. The time runs from the first decode step until the first sequence of the batch ends, so
+that the batch is whole all the time; a round has several batches, one after the other, so that there are prompts of all
+kinds in it. Outputs must be the same tokens; on a GPU, where the number of rows may tip a token, the share that is the
+same is printed.
+
+Whatever else the machine does must meet all engines alike. On a CPU they take turns of a few steps, and with one thread
+the time is that of the process; on a GPU, where a step goes on while the host turns to another engine, they take turns
+of whole batches. Who begins changes from turn to turn.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import torch
 
 from deepinfer.bench import results
 from deepinfer.bench.decode import synchronize
@@ -38,17 +44,23 @@ PROMPTS = (
     '{"name": "Ada", "age": 36, "city": "London"}\n{"name": "Alan", "age": 41, "city": "Leeds"}\n{"name": "Grace",',
 )
 FEWEST_PROMPTS, FEWEST_BATCHES = 12, 2  # of a round
+CPU_TURN = 8  # steps
 SETTINGS = {"off": None, "variable": True, "fixed": False}  # variable_length
 
 
 @dataclass
 class Run:
-    """What one engine did with the batches of one size."""
+    """What one engine did with the batches of one size in one round."""
 
-    tokens_per_second: list[float] = field(default_factory=list)  # by round
-    outputs: list[list[int]] = field(default_factory=list)  # of the latest round, by prompt
+    num_tokens: int = 0
+    seconds: float = 0.0
+    outputs: list[list[int]] = field(default_factory=list)  # by prompt
     drafts: float = 0.0
     accepted: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def accepted_length(self) -> float:
@@ -56,56 +68,88 @@ class Run:
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
 
-def decode_batch(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], int, float]:
-    """Outputs of a batch when its first sequence has ended, and tokens and seconds of its decode steps alone."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), prompt, params)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    start, counted, ended = 0.0, 0, False
-    while not ended:
-        if not start and not (engine.scheduler.waiting or engine.scheduler.prefilling):
-            synchronize(engine.config.device)
-            start, counted = time.perf_counter(), sum(map(len, outputs))
-        for output in engine.step():
+class Decoding:
+    """One engine answering one batch. All prompts are prefilled when it is made; requests are gone when it is done."""
+
+    def __init__(self, engine: Engine, prompts: list[list[int]], max_tokens: int, run: Run) -> None:
+        self.engine, self.run, self.done = engine, run, False
+        self.outputs: list[list[int]] = [[] for _ in prompts]
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, params)
+        while not self.done and (engine.scheduler.waiting or engine.scheduler.prefilling):
+            self._step()
+        if self.done:
+            self._end()
+
+    def go_on(self, num_steps: int) -> None:
+        """Up to so many steps, counted and timed, until the first sequence ends."""
+        if self.done:
+            return
+        device = self.engine.config.device
+        clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+        synchronize(device)
+        start, before = clock(), sum(map(len, self.outputs))
+        while num_steps and not self.done:
+            self._step()
+            num_steps -= 1
+        synchronize(device)
+        self.run.seconds += clock() - start
+        self.run.num_tokens += sum(map(len, self.outputs)) - before
+        if self.done:
+            self._end()
+
+    def _end(self) -> None:
+        for number in range(len(self.outputs)):
+            self.engine.abort_request(str(number))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def _step(self) -> None:
+        for output in self.engine.step():
             if output.error is not None:
                 raise ValueError(f"bench: a request failed: {output.error}")
             for completion in output.outputs:
-                outputs[int(output.request_id)] += completion.token_ids
-            ended |= output.finished
-    synchronize(engine.config.device)
-    seconds = time.perf_counter() - start if start else 0.0
-    num_tokens = sum(map(len, outputs)) - counted if start else 0
-    for number in range(len(prompts)):
-        engine.abort_request(str(number))
-    while engine.has_unfinished_requests():
-        engine.step()
-    return outputs, num_tokens, seconds
+                self.outputs[int(output.request_id)] += completion.token_ids
+            self.done |= output.finished
 
 
-def decode_once(engine: Engine, batches: list[list[list[int]]], max_tokens: int, run: Run) -> None:
-    """Answer all batches once."""
-    totals = engine.observer.stats.totals
-    before = {name: totals.get(name, 0.0) for name in ("drafts", "accepted")}
-    run.outputs, num_tokens, seconds = [], 0, 0.0
-    for prompts in batches:
-        outputs, tokens, took = decode_batch(engine, prompts, max_tokens)
-        run.outputs += outputs
-        num_tokens, seconds = num_tokens + tokens, seconds + took
-    run.tokens_per_second.append(num_tokens / seconds)
-    for name, value in before.items():
-        setattr(run, name, getattr(run, name) + totals.get(name, 0.0) - value)
-
-
-def measure(engines: dict[str, Engine], batches: list[list[list[int]]], max_tokens: int, rounds: int) -> dict[str, Run]:
-    """All engines over the same batches, in alternation; a shorter round in front warms up."""
-    for engine in engines.values():
-        decode_once(engine, batches, max_tokens // 2, Run())
+def decode_round(engines: dict[str, Engine], batches: list[list[list[int]]], max_tokens: int) -> dict[str, Run]:
+    """All engines answer all batches once, taking turns."""
     runs = {name: Run() for name in engines}
-    for _ in range(rounds):
-        for name, engine in engines.items():
-            decode_once(engine, batches, max_tokens, runs[name])
+    before = {name: _draft_totals(engine) for name, engine in engines.items()}
+    for number, prompts in enumerate(batches):
+        order = [*engines][number % len(engines) :] + [*engines][: number % len(engines)]
+        on_cpu = engines[order[0]].config.device == "cpu"
+        made: dict[str, Decoding] = {}
+        for name in order:
+            made[name] = Decoding(engines[name], prompts, max_tokens, runs[name])
+            if not on_cpu:
+                made[name].go_on(max_tokens)
+        while not all(decoding.done for decoding in made.values()):
+            for name in order:
+                made[name].go_on(CPU_TURN)
+            order.append(order.pop(0))
+        for name, decoding in made.items():
+            runs[name].outputs += decoding.outputs
+    for name, engine in engines.items():
+        totals = _draft_totals(engine)
+        runs[name].drafts, runs[name].accepted = (now - then for now, then in zip(totals, before[name], strict=True))
     return runs
+
+
+def _draft_totals(engine: Engine) -> tuple[float, float]:
+    totals = engine.observer.stats.totals
+    return totals.get("drafts", 0.0), totals.get("accepted", 0.0)
+
+
+def measure(
+    engines: dict[str, Engine], batches: list[list[list[int]]], max_tokens: int, rounds: int
+) -> dict[str, list[Run]]:
+    """Rounds of all engines; a shorter one in front, which is not counted, warms up."""
+    decode_round(engines, batches, max_tokens // 2)
+    made = [decode_round(engines, batches, max_tokens) for _ in range(rounds)]
+    return {name: [runs[name] for runs in made] for name in engines}
 
 
 def prompts_of(folder: Path | None, tokenizer: Tokenizer) -> list[list[int]]:
@@ -127,13 +171,17 @@ def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
     return [repeated[begin : begin + size] for begin in range(0, len(repeated), size)]
 
 
-def records_of(runs: dict[str, Run], method: str, name: str, batch: int, command: str, device: str) -> list:
+def records_of(runs: dict[str, list[Run]], method: str, name: str, batch: int, command: str, device: str) -> list:
     """Speculation against none, and its chosen lengths against fixed ones."""
-    medians = {setting: median(run.tokens_per_second) for setting, run in runs.items()}
+    medians = {setting: median(run.tokens_per_second for run in of_setting) for setting, of_setting in runs.items()}
     hardware = None if device != "cpu" else results.cpu_device_name()
     samples = [
-        {"setting": setting, "tokens_per_second": run.tokens_per_second, "accepted_length": run.accepted_length}
-        for setting, run in runs.items()
+        {
+            "setting": setting,
+            "tokens_per_second": [run.tokens_per_second for run in of_setting],
+            "accepted_length": median(run.accepted_length for run in of_setting),
+        }
+        for setting, of_setting in runs.items()
     ]
     common: dict[str, Any] = {"part": "5", "unit": "tok/s", "command": command, "samples": samples, "device": hardware}
     made = [
@@ -199,12 +247,13 @@ def main(arguments: list[str]) -> None:
     prompts, made = prompts_of(options.prompts, tokenizer), []
     for batch in batches:
         runs = measure(engines, batches_of(prompts, batch), max_tokens, rounds)
-        pairs = list(zip(runs["off"].outputs, runs["variable"].outputs, strict=True))
+        pairs = list(zip(runs["off"][-1].outputs, runs["variable"][-1].outputs, strict=True))
         same = sum(all(a == b for a, b in zip(*pair, strict=False)) for pair in pairs)
         made += records_of(runs, options.method, options.model, batch, command, options.device)
         figures = ", ".join(
-            f"{setting} {median(run.tokens_per_second):,.1f} tok/s ({run.accepted_length:.2f} a round)"
-            for setting, run in runs.items()
+            f"{setting} {median(run.tokens_per_second for run in of_setting):,.1f} tok/s "
+            f"({median(run.accepted_length for run in of_setting):.2f} a round)"
+            for setting, of_setting in runs.items()
         )
         print(f"batch {batch}: {figures}; {same} of {len(pairs)} outputs are the same", flush=True)
     if not options.quick:
