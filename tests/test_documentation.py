@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from deepinfer.bench.report import update_documents
 from deepinfer.bench.results import load_all
@@ -32,8 +34,51 @@ def test_every_file_that_is_named_exists() -> None:
     for document in (ARCHITECTURE, README, SERVER):
         for name in re.findall(r"`((?:[a-z0-9_]+/)+[a-z0-9_]*(?:\.py)?|[a-z0-9_]+\.py)`", document):
             assert (PACKAGE / name).exists() or (ROOT / name).exists(), name
-        for link in re.findall(r"\]\(([\w/.]+)\)", document):
-            assert (ROOT / link).exists() or (ROOT / "docs" / link).exists(), link
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([\w/.-]+)\)", path.read_text()):
+            assert (path.parent / link).exists(), (path.name, link)
+
+
+def sources() -> str:
+    """Everything that a name in a document may come from."""
+    kinds = ("py", "c", "h", "cu", "cuh", "js", "html", "json", "toml")
+    files = [path for kind in kinds for path in PACKAGE.rglob(f"*.{kind}") if "checkpoints" not in path.parts]
+    files += [path for name in ("tests", "examples", "benchmarks", "scripts") for path in (ROOT / name).rglob("*.*")]
+    files += [ROOT / "pyproject.toml", ROOT / "Makefile"]
+    texts = [path.read_text(errors="replace") for path in files if path.suffix in (".py", ".md", ".sh", ".toml", "") or
+             path.is_relative_to(PACKAGE)]  # fmt: skip
+    return "\n".join(texts)
+
+
+def options_of(command: Any) -> set[str]:
+    found = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return found.union(*(options_of(one) for one in getattr(command, "commands", {}).values()))
+
+
+FOREIGN_NAMES = {"mma.sync"}  # an instruction
+FOREIGN_OPTIONS = {"--help", "--nproc-per-node", "--tensor-parallel-size", "--enable-prefix-caching"}
+
+
+def test_every_name_in_a_document_is_one_of_the_source() -> None:
+    """Names in code marks: files, functions, classes, fields, variables of the environment, options of commands."""
+    from deepinfer.cli import app
+
+    text = sources()
+    words = set(re.findall(r"\w+", text))
+    options = options_of(typer.main.get_command(app)) | set(re.findall(r'"(--[a-z][\w-]*)', text)) | FOREIGN_OPTIONS
+    words |= {f"{word}_total" for word in words}  # as Prometheus writes counters
+    unknown = []
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+        for code in re.findall(r"`([^`\n]+)`", prose):
+            named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code))
+            unknown += [(document.name, option) for option in named - options]
+            names = re.fullmatch(r"\w+(?:\.[A-Za-z_]\w*)*(?:\(\))?", code) and code not in FOREIGN_NAMES
+            if names and not re.fullmatch(r"[\w-]+\.(?:py|md|c|cu|cuh|json|txt|svg)", code):
+                parts = re.findall(r"[A-Za-z_]\w*", code)
+                telling = len(parts) > 1 or "_" in code or re.search("[a-z][A-Z]", code)
+                unknown += [(document.name, code) for part in parts if telling and part not in words]
+    assert unknown == []
 
 
 def test_the_table_of_commands_is_complete() -> None:
