@@ -18,3 +18,8 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
     if x.dim() == 2 and x.stride(1) == 1:
         return x, x.stride(0)
     return x.contiguous(), x.shape[-1]
+
+
+def contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each as it is, or copied if need be."""
+    return tuple(t.contiguous() for t in tensors)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepinfer.kernels.cuda.common import covered, rows_of
+from deepinfer.kernels.cuda.common import contiguous, covered, rows_of
 from deepinfer.kernels.reference import engram  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
 
@@ -55,17 +55,18 @@ def ngram_ids(
     kept_places: Tensor,
 ) -> Tensor:
     (n, length), size, count = sources.shape, history.shape[1], len(kept_slots)
-    token_ids, rows = token_ids.contiguous(), kept_slots if kept_rows is None else kept_rows.contiguous()
+    rows = kept_slots if kept_rows is None else kept_rows
+    token_ids, states, sources = contiguous(token_ids, state_slots, sources)
     out = torch.empty(n, length, dtype=torch.int64, device=history.device)
     if n:
         _ngrams[(triton.cdiv(n * length, 128),)](
-            token_ids, token_map, history, state_slots.contiguous(), sources.contiguous(), out,
-            n, len(state_slots) * size, history.stride(0), size, length, BLOCK=128, num_warps=4,
+            token_ids, token_map, history, states, sources, out, n, len(states) * size,
+            history.stride(0), size, length, BLOCK=128, num_warps=4,
         )  # fmt: skip
     if count:  # behind the launch above, which reads what is overwritten here
         _keep_ids[(triton.cdiv(count, 128),)](
-            token_ids, token_map, history, rows, kept_slots.contiguous(), kept_places.contiguous(),
-            count, history.stride(0), ALL=kept_rows is None, BLOCK=128, num_warps=4,
+            token_ids, token_map, history, *contiguous(rows, kept_slots, kept_places), count, history.stride(0),
+            ALL=kept_rows is None, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -99,7 +100,7 @@ def engram_hash(history: Tensor, multipliers: Tensor, primes: Tensor, offsets: T
     heads = primes.shape[1]
     out = torch.empty(n, (length - 1) * heads, dtype=torch.int64, device=history.device)
     _hash[(triton.cdiv(n, 32),)](
-        history.contiguous(), multipliers.contiguous(), primes.contiguous(), offsets.contiguous(), out, n, pad,
+        *contiguous(history, multipliers, primes, offsets), out, n, pad,
         LENGTH=length, HEADS=heads, PADDED=triton.next_power_of_2(heads), ROWS=32, num_warps=2,
     )  # fmt: skip
     return out

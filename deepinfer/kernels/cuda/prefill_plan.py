@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.kernels.cuda.common import contiguous
 from deepinfer.kernels.reference import prefill_plan as reference  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
 
@@ -90,9 +91,9 @@ def window_plan(
     slots = torch.empty(n, window, dtype=torch.int32, device=device)
     previous_slots = torch.empty(num_previous, dtype=torch.int64, device=device)
     stored = torch.empty(2, num_stored, dtype=torch.int64, device=device)
+    kept = context_lens if keep_from is None else keep_from
     _window_plan[(n + sequences,)](
-        positions.contiguous(), query_start.contiguous(), context_lens.contiguous(), state_slots.contiguous(),
-        context_lens if keep_from is None else keep_from.contiguous(),
+        *contiguous(positions, query_start, context_lens, state_slots, kept),
         slots, previous_slots, stored[0], stored[1], n, sequences, num_previous, window, ring,
         KEEPS=keep_from is not None, SEQUENCES=triton.next_power_of_2(sequences),
         WINDOW=triton.next_power_of_2(window), num_warps=4,
@@ -206,8 +207,7 @@ def prefill_plan(
     sources, kept = integers(n, ngram), integers(3, num_kept)
     tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
     _prefill_plan[(n + sequences,)](
-        positions.contiguous(), query_start.contiguous(), context_lens.contiguous(), state_slots.contiguous(), tables,
-        frequencies.contiguous(),
+        *contiguous(positions, query_start, context_lens, state_slots), tables, frequencies.contiguous(),
         owners, states, rotations, group_rotations, visible, single_slots, members, group_slots, pending, sources, kept,
         n, sequences, num_groups, num_pending, num_kept, tables.stride(0), pairs, block_size, ngram, carry, history,
         RATIO=ratio, SEQUENCES=triton.next_power_of_2(sequences), PAIRS=triton.next_power_of_2(pairs),
