@@ -12,7 +12,7 @@ once. Sampling N+1 is launched with all tokens up to N known: penalties and mask
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any
@@ -25,14 +25,14 @@ from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
 from deepinfer.engine.chunking import image_spans
-from deepinfer.engine.collect import News, collect, engine_stats, record_scheduled, step_stats, why_invalid
+from deepinfer.engine.collect import News, collect, engine_stats, record_scheduled, step_stats
 from deepinfer.engine.cuda_graph import DecodeGraphs
-from deepinfer.engine.deadlines import Deadlines
 from deepinfer.engine.drafters import make_speculation
 from deepinfer.engine.graph_pool import capture_cost
 from deepinfer.engine.model_inputs import build_model_inputs
 from deepinfer.engine.output_pool import NewOutputs
 from deepinfer.engine.prompt_logprobs import split_logits
+from deepinfer.engine.request_book import RequestBook
 from deepinfer.engine.scheduler import Scheduler
 from deepinfer.engine.sequence import Request, Sequence
 from deepinfer.engine.sequence_metadata import SequenceMetadataPool
@@ -42,14 +42,14 @@ from deepinfer.engine.voting import Lockstep
 from deepinfer.observability.block_lifetimes import BlockLifetimes
 from deepinfer.observability.observer import Observer
 from deepinfer.observability.stats import StepStats
-from deepinfer.outputs import CompletionOutput, EngineStats, FinishReason, RequestMetrics, RequestOutput
+from deepinfer.outputs import EngineStats, RequestMetrics, RequestOutput
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.bitmask import start_token_bitmask
 from deepinfer.sampling.random import completion_seed
 from deepinfer.speculation.drafter import Drafter
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.structured.compiler import GrammarCompiler
-from deepinfer.structured.matcher import GRAMMAR_LIMIT, Grammar
+from deepinfer.structured.matcher import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ class Engine:
         self.observer = Observer.of(runner, config)
         lifetimes = BlockLifetimes(self.observer.stats.totals)
         self.scheduler = Scheduler(config, runner.num_blocks, swap, lockstep, lifetimes)
-        self.requests: dict[str, Request] = {}
+        self._book = RequestBook(self.scheduler, self.observer)
+        self.requests = self._book.requests  # in progress, by id
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.overlaps = config.overlaps_steps
@@ -105,11 +106,9 @@ class Engine:
             self._slot_tokens = SlotTokens.allocate(config.max_num_seqs + 1, 0, config.device)
         self.outputs = NewOutputs()  # an owner that is done with outputs a step later may set a RequestOutputPool
         self._num_arrived = 0
-        self._deadlines = Deadlines()
         self._last_read = 0.0  # when the tokens of the latest step were read
         self._read_prefill = False  # whether it was a prefill step
         self._seeds = np.random.default_rng(config.seed)
-        self._observing = True
         self.grammars: GrammarCompiler | None = None  # whoever knows the vocabulary sets it
         self._check_integrity = envs.get("DEEPINFER_CHECK_INTEGRITY")
         self.metadata = SequenceMetadataPool(config.max_num_seqs + 1, runner.vocab_size, self._check_integrity)
@@ -142,7 +141,7 @@ class Engine:
         """
         params = sampling_params or SamplingParams()
         self.validate(prompt_token_ids, params)
-        self._check_new(request_id)
+        self._book.check_new(request_id)
         if self.config.kind == "decode":
             raise ValueError("kind must not be decode: such an engine goes on with the sequences of a prefill engine")
         if params.so_args is not None and grammar is None:
@@ -163,18 +162,7 @@ class Engine:
             request.sequences.append(seq)
         for seq in request.sequences:  # once all of them exist: an error leaves none behind
             self.scheduler.add(seq)
-        self._register(request, params)
-
-    def _check_new(self, request_id: str) -> None:
-        if request_id in self.requests:
-            raise ValueError(f"request_id {request_id!r} is already in use")
-
-    def _register(self, request: Request, params: SamplingParams) -> None:
-        if not self.requests:
-            self._observe(self.observer.work_began)
-        self.requests[request.request_id] = request
-        if params.deadline_seconds is not None:
-            self._deadlines.add(request.request_id, request.metrics.arrival_time + params.deadline_seconds)
+        self._book.add(request, params)
 
     def take_prefilled(self) -> list[Sequence]:
         """Sequences of a prefill engine that have their first token: this engine is done with them.
@@ -186,7 +174,7 @@ class Engine:
             request = self.requests[seq.request_id]
             request.sequences.remove(seq)
             if request.finished:
-                self._forget(seq.request_id, time.monotonic())
+                self._book.forget(seq.request_id)
         return taken
 
     def add_prefilled(self, request_id: str, taken: Sequence) -> Sequence | None:
@@ -195,7 +183,7 @@ class Engine:
         Returns it as it is here: before the next step the caller fills its blocks and its slot with the cache of
         `taken`. None if there is no room for it now. Raises ValueError if the id is in use.
         """
-        self._check_new(request_id)
+        self._book.check_new(request_id)
         prompt = taken.token_ids[: taken.num_prompt_tokens]
         seq = Sequence(
             request_id, taken.index, self._num_arrived, prompt, taken.params, taken.seed, taken.metrics,
@@ -205,7 +193,7 @@ class Engine:
         if not self.scheduler.add_prefilled(seq):
             return None
         self._num_arrived += 1
-        self._register(Request(request_id, prompt.tolist(), taken.metrics, [seq]), taken.params)
+        self._book.add(Request(request_id, prompt.tolist(), taken.metrics, [seq]), taken.params)
         return seq
 
     def abort_request(self, request_id: str, index: int | None = None) -> RequestOutput | None:
@@ -213,24 +201,13 @@ class Engine:
 
         Returns None if the request or the completion is unknown or finished already.
         """
-        request = self.requests.get(request_id)
-        if request is None:
-            return None
-        sequences = [s for s in request.sequences if s.finish_reason is None and index in (None, s.index)]
-        return self._close(request, sequences, "abort") if sequences else None
+        output = self._book.abort(request_id, index)
+        self._drop_step_of_nobody()
+        return output
 
     def before_step(self) -> None:
         """Start or end traces. `step` calls it; an idle engine's owner calls it when the observer wakes it."""
-        self._observe(self.observer.before_step)
-
-    def _observe(self, hook: Callable[[], None]) -> None:
-        """A fault of the observer costs observations, not requests: it is logged, and the observer left alone."""
-        if self._observing:
-            try:
-                hook()
-            except Exception:
-                logger.exception("an observer failed; statistics and traces are off from here on")
-                self._observing = False
+        self.observer.guard(self.observer.before_step)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -244,7 +221,8 @@ class Engine:
         self.before_step()
         self.outputs.next_round()
         self.metadata.next_round()
-        outputs = self._end_expired()
+        outputs = self._book.end_expired()
+        self._drop_step_of_nobody()
         launched, failed = self._launch_forward()
         outputs += failed
         outputs += self._finish(self._in_flight)
@@ -258,14 +236,10 @@ class Engine:
             self.scheduler.check_integrity()
         return merged(outputs)
 
-    def _end_expired(self) -> list[RequestOutput]:
-        """Requests past their deadline end with what they have, like aborted ones."""
-        outputs = []
-        for request_id in self._deadlines.expired(time.monotonic()):
-            request = self.requests[request_id]
-            late = [s for s in request.sequences if s.finish_reason is None]
-            outputs.append(self._close(request, late, "abort", stop_reason="deadline"))
-        return outputs
+    def _drop_step_of_nobody(self) -> None:
+        """Nobody waits for the tokens of the step in flight, and its time would include the engine's idle time."""
+        if not self.requests:
+            self._in_flight = None
 
     def _launch_forward(self) -> tuple[LaunchedStep | None, list[RequestOutput]]:
         """Schedule the next step and start the model on it. None if there is nothing to do before tokens are read."""
@@ -338,9 +312,10 @@ class Engine:
         self._learn_cost(step)
         with scope("postprocess"):
             news = collect(step, sampled, self.requests, self.outputs, self.scheduler, self.eos_token_ids)
-            outputs = self._postprocess(news)
+            self.num_output_tokens += news.num_tokens
+            outputs = self._book.finish(news)
         with scope("observe"):
-            self._observe(lambda: self.observer.after_step(self._step_stats(step, news)))
+            self.observer.guard(lambda: self.observer.after_step(self._step_stats(step, news)))
         return outputs
 
     def _step_stats(self, step: LaunchedStep, news: News) -> StepStats:
@@ -367,67 +342,6 @@ class Engine:
     def stats(self) -> EngineStats:
         return engine_stats(self.scheduler, self.num_prompt_tokens, self.num_output_tokens, self._capture_cost)
 
-    def _forget(self, request_id: str, now: float) -> None:
-        """The request is finished."""
-        self.requests.pop(request_id).metrics.finished_time = now
-        self._deadlines.remove(request_id)
-        if not self.requests:
-            self._in_flight = None  # nobody waits for its tokens, and its time would include the engine's idle time
-            self._observe(self.observer.work_ended)
-
-    def _postprocess(self, news: News) -> list[RequestOutput]:
-        """Free what the finished sequences hold, and end the requests that are done."""
-        self.num_output_tokens += news.num_tokens
-        if news.finished:
-            self.scheduler.remove(news.finished)
-            for request_id in {seq.request_id for seq in news.finished}:
-                if self.requests[request_id].finished:
-                    self._forget(request_id, time.monotonic())
-                    news.outputs[request_id].finished = True
-        return [*news.outputs.values(), *self._fail_invalid(news.invalid)]
-
-    def _fail_invalid(self, sequences: list[Sequence]) -> list[RequestOutput]:
-        """Rows without a finite largest logit: the model's fault, or nothing was left that all settings allow.
-
-        Where a grammar has become too complex, what was written is right, and ends as it is.
-        """
-        outputs = []
-        for seq in sequences:
-            if seq.finish_reason is not None:
-                continue  # it has ended with another one of its request
-            if seq.constraint is not None and seq.constraint.exhausted:
-                outputs.append(self._close(self.requests[seq.request_id], [seq], "length", stop_reason=GRAMMAR_LIMIT))
-            else:
-                outputs += self._fail([seq], why_invalid(seq))
-        return outputs
-
     def _failed_step(self, sequences: list[Sequence], error: Exception) -> list[RequestOutput]:
         logger.error("a step of %d sequences failed", len(sequences), exc_info=error)
-        return self._fail([s for s in sequences if s.finish_reason is None], f"{type(error).__name__}: {error}")
-
-    def _fail(self, sequences: list[Sequence], error: str) -> list[RequestOutput]:
-        """Finish every request that owns one of the sequences with reason "error"."""
-        requests = [self.requests[request_id] for request_id in dict.fromkeys(seq.request_id for seq in sequences)]
-        return [
-            self._close(request, [s for s in request.sequences if s.finish_reason is None], "error", error)
-            for request in requests
-        ]
-
-    def _close(
-        self,
-        request: Request,
-        sequences: list[Sequence],
-        reason: FinishReason,
-        error: str | None = None,
-        stop_reason: str | None = None,
-    ) -> RequestOutput:
-        """Finish these unfinished sequences of a request now."""
-        for seq in sequences:
-            seq.finish_reason = reason
-        self.scheduler.remove(sequences)
-        outputs = [CompletionOutput(seq.index, finish_reason=reason, stop_reason=stop_reason) for seq in sequences]
-        if request.finished:
-            self._forget(request.request_id, time.monotonic())
-        return RequestOutput(
-            request.request_id, request.prompt_token_ids, outputs, request.finished, request.metrics, error
-        )
+        return self._book.fail(sequences, f"{type(error).__name__}: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,8 @@ from deepinfer.observability.peak import peak_flops
 from deepinfer.observability.profiler import ProfilerServer, TraceCapture
 from deepinfer.observability.stats import StatsLogger, StepStats, logger
 from deepinfer.observability.timers import CPUTimer, ScopeTime
+
+log = logging.getLogger(__name__)
 
 
 class Observer:
@@ -36,6 +39,7 @@ class Observer:
         part_times: Callable[[], dict[str, ScopeTime]] = dict,
     ) -> None:
         self.part_times = part_times
+        self._working = True
         self.timer = CPUTimer(envs.get("DEEPINFER_TIMERS"))
         self.flops = flops
         envs.get("DEEPINFER_PEAK_FLOPS")  # rubbish is refused now, not when a step first asks for it
@@ -53,6 +57,15 @@ class Observer:
         gc_factor = 10 if config.kind == "completion" else 1  # nobody waits for a single token there
         part_times = getattr(runner, "part_times", dict)
         return cls(config.device, getattr(runner, "flops", None), gc_factor, part_times)
+
+    def guard(self, hook: Callable[[], None]) -> None:
+        """Call a hook. A fault costs observations, not requests: it is logged, and no hook is called any more."""
+        if self._working:
+            try:
+                hook()
+            except Exception:
+                log.exception("an observer failed; statistics and traces are off from here on")
+                self._working = False
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """`wake` makes an idle engine's thread call `capture.between_steps`."""

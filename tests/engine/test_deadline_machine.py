@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from deepinfer.engine import collect, engine
+from deepinfer.engine import collect, engine, request_book
 from deepinfer.outputs import RequestOutput
 from deepinfer.params import SamplingParams
 from tests.engine.test_engine_workloads import EngineMachine, Expected, make_engine, record, tokens
@@ -36,8 +36,8 @@ class DeadlineMachine(EngineMachine):
         self.now = 1000.0
         self.patch = pytest.MonkeyPatch()
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        self.patch.setattr(engine, "time", clock)
-        self.patch.setattr(collect, "time", clock)
+        for module in (engine, collect, request_book):
+            self.patch.setattr(module, "time", clock)
         if pool_rows is not None:
             options |= {"preemption_mode": "swap", "swap_memory_bytes": pool_rows * block_size * 8}
         self.engine = make_engine(block_size=block_size, **options)

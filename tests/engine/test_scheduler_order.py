@@ -167,4 +167,4 @@ def test_a_request_in_time_is_not_touched() -> None:
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
-    assert outputs[-1].outputs[0].finish_reason == "length" and len(engine._deadlines) == 0
+    assert outputs[-1].outputs[0].finish_reason == "length" and len(engine._book._deadlines) == 0
