@@ -37,6 +37,7 @@ SIGNATURES = {
     "engram_hash": "ppppllllp",
     "engram_gate": "ppppflllp",
     "entry_slots": "pllplplp",
+    "decode_plan": "ppplllllllllppppp",
     "pool_groups": "plpllplpllppplp",
     "lookup_drafts": "plppllllpp",
     "moe_gate": "!ppllllifpp",

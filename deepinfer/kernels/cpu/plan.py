@@ -25,6 +25,36 @@ def entry_slots(positions: Tensor, block_tables: Tensor, sequence_of_row: Tensor
     return out
 
 
+@backend("decode_plan", "cpu")
+def decode_plan(
+    positions: Tensor,
+    state_slots: Tensor,
+    block_tables: Tensor,
+    frequencies: Tensor,
+    ratio: int,
+    block_size: int,
+    window: int,
+    ring: int,
+    ngram: int,
+    carry: int,
+    history: int,
+    wide: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    kernels = functions()
+    if kernels is None or block_tables.dtype is not torch.int32 or block_tables.stride(1) != 1:
+        return NotImplemented
+    positions, states, n = positions.contiguous(), state_slots.long().contiguous(), len(positions)
+    window_slots, visible = torch.empty(n, window, dtype=torch.int32), torch.empty(2, n, dtype=torch.int32)
+    sources, members, slots = (torch.empty(shape, dtype=torch.int64) for shape in ((n, ngram), (n, ratio), (7, n)))
+    kernels["decode_plan"](
+        positions.data_ptr(), states.data_ptr(), block_tables.data_ptr(), block_tables.stride(0), n, ratio, block_size,
+        window, ring, ngram, carry, history, window_slots.data_ptr(), sources.data_ptr(), members.data_ptr(),
+        slots.data_ptr(), visible.data_ptr(),
+    )  # fmt: skip
+    rotations = step.decode_rotations(positions, frequencies, ratio, wide)
+    return rotations, window_slots, sources, members, slots, visible
+
+
 @backend("pool_groups", "cpu")
 def pool_groups(
     ab: Tensor,
@@ -39,8 +69,9 @@ def pool_groups(
     indices = (state_slots, members, pending_rows, pending_slots, pending_places)
     if kernels is None or not ready(ab) or carry.dtype is not torch.float32 or not carry[:1].is_contiguous():
         return NotImplemented
-    if not all(t.dtype is torch.int64 and t.is_contiguous() for t in indices):
+    if any(t.dtype is not torch.int64 for t in indices):
         return NotImplemented
+    state_slots, members, pending_rows, pending_slots, pending_places = (t.contiguous() for t in indices)
     (n, _, dim), (groups, ratio), places = ab.shape, members.shape, carry.shape[1]
     out = torch.empty(groups, dim, dtype=torch.float32)
     kernels["pool_groups"](

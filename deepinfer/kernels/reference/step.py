@@ -29,6 +29,13 @@ def window_slots(positions: Tensor, state_slots: Tensor, window: int, ring: int)
     return slots.masked_fill(wanted < 0, -1).to(torch.int32)
 
 
+def decode_rotations(positions: Tensor, frequencies: Tensor, ratio: int, wide: torch.dtype) -> Tensor:
+    """The rotations of `decode_plan`."""
+    starts = torch.stack((positions, positions, positions - positions % ratio)).to(torch.float64).unsqueeze(2)
+    angles = starts * torch.stack((frequencies[0], frequencies[1], frequencies[1])).unsqueeze(1)
+    return torch.stack((angles.cos(), angles.sin())).to(wide)
+
+
 @operation
 def decode_plan(
     positions: Tensor,
@@ -67,10 +74,6 @@ def decode_plan(
     group, offset = positions // ratio, positions % ratio
     is_complete = offset == ratio - 1
 
-    starts = torch.stack((positions, positions, positions - offset)).to(torch.float64).unsqueeze(2)
-    angles = starts * torch.stack((frequencies[0], frequencies[1], frequencies[1])).unsqueeze(1)
-    rotations = torch.stack((angles.cos(), angles.sin())).to(wide)
-
     wanted = positions.unsqueeze(1) + torch.arange(1 - window, 1, device=device)
     ring_slots = (states * ring).unsqueeze(1) + wanted % ring
 
@@ -92,7 +95,7 @@ def decode_plan(
     singles = group_slots(positions, block_size)
     places = positions % carry, positions % history
     return (
-        rotations,
+        decode_rotations(positions, frequencies, ratio, wide),
         ring_slots.masked_fill(wanted < 0, -1).to(torch.int32),
         torch.stack((rows, *earlier), dim=1),
         torch.stack((*members, rows), dim=1),
