@@ -50,7 +50,7 @@ from deepinfer.kernels.reference.step import decode_plan, entry_slots, window_sl
 if PLATFORM.tilelang_ops_backend == "cuda" and find_spec("triton") is not None:
     from deepinfer.kernels import cuda  # noqa: F401  (registers its backends)
 if PLATFORM.tilelang_ops_backend == "asc" or (PLATFORM.tilelang_ops_backend == "cuda" and registry.USES_TILELANG):
-    from deepinfer.kernels.tilelang_ops import attention, operations  # noqa: F401  (attention is one of them)
+    from deepinfer.kernels.tilelang_ops import attention, calls, operations  # noqa: F401  (fill operations.CALLS)
 
     operations.register("npu" if PLATFORM.tilelang_ops_backend == "asc" else "cuda")
 
