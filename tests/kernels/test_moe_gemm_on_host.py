@@ -110,9 +110,7 @@ def random_experts(counts: list[int], rows: int, columns: int, spread: int) -> t
     return packed, scales, (count.cumsum(0) - count).int(), count
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "counts", "spread"), [(512, 256, [3, 0, 71], 4), (304, 160, [81, 33], 12), (16, 128, [1], 0)]
-)
+@pytest.mark.parametrize(("rows", "columns", "counts", "spread"), [(512, 256, [3, 0, 71], 4), (304, 160, [81, 33], 12)])
 def test_grouped_product(launch: Launch, rows: int, columns: int, counts: list[int], spread: int):
     """Ragged and empty experts, more tokens than a tile has, scales so far apart that codes are rounded."""
     torch.manual_seed(rows)
@@ -152,3 +150,52 @@ def test_grouped_gate_and_up(launch: Launch, inner: int, columns: int, counts: l
             result = dequantize(out[part].view(E4M3), out_scales.T[part])
             assert relative_error(result, z) < 0.04  # E4M3 of z
             assert ((result - fp8_round_trip(z)).abs() > 1e-3 * z.abs().amax()).double().mean() < 0.02
+
+
+def test_what_is_broken_stays_in_its_row(launch: Launch):
+    """NaN, infinite, huge and tiny scales; tokens and weight rows beside them have the same bits as without."""
+    torch.manual_seed(5)
+    rows, columns, counts = 256, 128, [20, 30]
+    packed, scales, begins, count = random_experts(counts, rows, columns, 3)
+    x, x_scales = quantize(torch.randn(50, columns), 1)
+
+    def product(x_scales: Tensor, scales: Tensor) -> Tensor:
+        out = torch.full((50, rows), 7.0, dtype=torch.bfloat16)
+        params = _Params(out=out.data_ptr(), out_stride=rows * 2, columns=rows)
+        launch(x, x_scales, begins, count, arrange(packed, scales), params)
+        return out
+
+    whole = product(x_scales, scales)
+    broken_scales, broken_rows = x_scales.clone(), scales.clone()
+    broken_scales[3], broken_scales[24], broken_scales[49] = torch.nan, torch.inf, 1e-37
+    broken_rows[0, 9], broken_rows[1, 255], broken_rows[1, 100] = 255, 240, 3
+    out = product(broken_scales, broken_rows)
+    assert out[3].isnan().all() and out[:20, 9].isnan().all()
+    assert not out[24].isfinite().any() and out[49, :255].abs().max() < 1e-30
+    other_rows = torch.tensor([i for i in range(50) if i not in (3, 24, 49)])
+    other_columns = torch.tensor([i for i in range(rows) if i not in (9, 100, 255)])
+    assert torch.equal(out[other_rows][:, other_columns], whole[other_rows][:, other_columns])
+    expected = dequantize(x[20:49], x_scales[20:49]) @ dequantize_fp4_weight(packed, broken_rows, torch.float64)[1].T
+    for column in (255, 100):
+        assert relative_error(out[20:24, column], expected[:4, column]) < TOLERANCE
+
+
+def test_weights_beyond_2_to_31_bytes(launch: Launch):
+    """As 384 experts of 4,608 x 5,120 are: 4.8 GB. Only the last expert has tokens, so only its memory is touched."""
+    torch.manual_seed(6)
+    experts, rows, columns, tokens = 1000, 512, 8192, 5
+    packed, scales, _, _ = random_experts([tokens], rows, columns, 2)
+    one = arrange(packed, scales)
+    tiles = torch.empty(experts, *one.tiles.shape[1:], dtype=torch.uint8)
+    tiles[-1] = one.tiles[0]
+    assert tiles[-1].data_ptr() - tiles.data_ptr() > 2**31
+    row_scales = torch.zeros(experts, rows)
+    row_scales[-1] = one.row_scales[0]
+    begins, count = torch.zeros(experts, dtype=torch.int32), torch.zeros(experts, dtype=torch.int32)
+    count[-1] = tokens
+    x, x_scales = quantize(torch.randn(tokens, columns), 1)
+    out = torch.full((tokens, rows), torch.nan, dtype=torch.bfloat16)
+    params = _Params(out=out.data_ptr(), out_stride=rows * 2, columns=rows)
+    launch(x, x_scales, begins, count, ExpertWeights(tiles, row_scales, rows, columns, False), params)
+    expected = dequantize(x, x_scales) @ dequantize_fp4_weight(packed, scales, torch.float64)[0].T
+    assert relative_error(out, expected) < TOLERANCE
