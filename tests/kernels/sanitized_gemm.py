@@ -22,7 +22,9 @@ from deepinfer.kernels.deep_gemm import (
     mqa_logits,
 )
 from tests.kernels import test_deep_gemm as products
+from tests.kernels import test_fp8_few_rows as few_rows
 from tests.kernels import test_group_gemm as groups
+from tests.kernels import test_mqa_logits as scores
 from tests.kernels.matrix_cases import TOLERANCE, dequantize, quantize, random_matrix, relative_error
 
 
@@ -48,7 +50,7 @@ def dense() -> None:
         assert relative_error(out, expected) < TOLERANCE
     products.test_dense_product_with_a_scale_a_row_of_b((65, 512, 640))
     for by_row in (True, False):
-        products.test_product_of_few_rows((264, 1312), 3, by_row)
+        few_rows.test_product_of_few_rows((264, 1312), 3, by_row)
     products.test_activations_are_rounded_for_32_values((9, 160))
 
 
@@ -73,12 +75,12 @@ def grouped() -> None:
 
 
 def logits() -> None:
-    products.test_logits_of_ranges(9, 130)
+    scores.test_logits_of_ranges(9, 130)
     for queries in (1, 2, 6):
-        products.test_logits_of_pages(5, queries, 300)
-        products.test_logits_of_fp4_pages(5, queries, 300, 64)
+        scores.test_logits_of_pages(5, queries, 300)
+        scores.test_logits_of_fp4_pages(5, queries, 300, 64)
     for rows, sequences in ((17, 17), (20, 3)):
-        products.test_index_scores_agree_with_the_reference(64, rows, sequences, Patches())
+        scores.test_index_scores_agree_with_the_reference(64, rows, sequences, Patches())
     assert indexer.FEWEST_SCORES == 0
 
 

@@ -1,4 +1,4 @@
-"""Matrix products and indexer logits for Hopper agree with float64 over what their operands hold; most need the GPU."""
+"""Matrix products for Hopper agree with float64 over what their operands hold; most need the GPU."""
 
 from __future__ import annotations
 
@@ -6,28 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_gemm import indexer, moe_gemm
+from deepinfer.kernels.deep_gemm import moe_gemm
 from deepinfer.kernels.deep_gemm.activations import quantize_rows, row_scaled_weight
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
-from deepinfer.kernels.deep_gemm.fp8_few_rows import fp8_few_rows
 from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm, row_scales_layout
 from deepinfer.kernels.deep_gemm.fp8_variants import SHARED_BYTES, TILES, choose_tile
 from deepinfer.kernels.deep_gemm.moe import routed_experts
 from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gate_up, grouped_gemm
-from deepinfer.kernels.deep_gemm.mqa_logits import PAGE, PAGE_BYTES, mqa_logits, paged_mqa_logits
 from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.reference.basic import swiglu
-from deepinfer.kernels.reference.indexer import index_scores as reference_scores
 from deepinfer.kernels.reference.moe import moe_experts_fp4
 from deepinfer.kernels.reference.quant import (
     dequantize_fp4_weight,
     dequantize_fp8_weight,
     fp8_round_trip,
-    mxfp4_round_trip,
     pack_fp8_row,
-    pack_mxfp4_row,
     quantize_fp8_weight,
-    unpack_mxfp4_row,
 )
 from tests.kernels.matrix_cases import (
     E4M3,
@@ -121,33 +115,6 @@ def test_dense_product_with_a_scale_a_row_of_b(shape):
     result = fp8_gemm(*quantize_rows(x), *row_scaled_weight(values, scale_bytes, 32))
     expected = fp8_round_trip(x.double()) @ dequantize_fp8_weight(values, scale_bytes, torch.float64).T
     assert relative_error(result, expected) < TOLERANCE
-
-
-@gpu
-@hopper
-@pytest.mark.parametrize("by_row", [True, False], ids=["rows", "blocks"])
-@pytest.mark.parametrize("blocks", [None, 1, 2, 3, 7, 50, 131])
-@pytest.mark.parametrize("shape", [(136, 128), (64, 1312), (1792, 5120), (520, 6144)])
-def test_product_of_few_rows(shape, blocks, by_row):
-    """Any number of rows, each of which does not depend on the others; also while the rounding still runs."""
-    n, k = shape
-    g = torch.Generator().manual_seed(n + k)
-    x = random_matrix(g, 128, k, 1.0).bfloat16()
-    w, w_scales = quantize(random_matrix(g, n, k, 1.0), 1 if by_row else 128)
-    wide_w = dequantize(w, w_scales, 128)
-    if by_row:
-        w_scales = w_scales.amax(1).contiguous()
-        wide_w = w.double() * w_scales.double()[:, None]
-    values, scales = quantize_rows(x)
-    expected = dequantize(values, scales) @ wide_w.T
-    result = fp8_few_rows(values, scales, w, w_scales, blocks=blocks)
-    assert relative_error(result, expected) < TOLERANCE
-    wide = torch.full((128, n + 8), float("nan"), dtype=torch.bfloat16, device="cuda")
-    for m in (1, 3, 8, 9, 16, 31, 33, 64, 65, 128):
-        assert torch.equal(fp8_few_rows(*quantize_rows(x[:m]), w, w_scales, blocks=blocks), result[:m])
-        out = wide[:m, :n].fill_(float("nan"))
-        fp8_few_rows(values[:m], scales[:m], w, w_scales, out, blocks=blocks, starts_early=False)
-        assert torch.equal(out, result[:m]) and wide[:, n:].isnan().all()
 
 
 @gpu
@@ -389,116 +356,21 @@ def test_routed_experts_agree_with_the_reference(tokens, experts, slots, each_ke
     assert torch.equal(one, result[:1])  # whatever else is in the batch
 
 
-# ------------------------------------------------------------------ indexer
-
-
-def random_query(tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q = torch.randn(tokens, 32, 128, device="cuda").to(E4M3)
-    k = torch.randn(keys, 128, device="cuda").to(E4M3)
-    return q, k, torch.rand(keys, device="cuda") + 0.1, torch.randn(tokens, 32, device="cuda")
-
-
-def expected_logits(q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor) -> Tensor:
-    dots = torch.relu(torch.einsum("thd,sd->ths", q.double(), keys.double()))
-    return torch.einsum("th,ths->ts", weights.double(), dots) * scales.double()
-
-
 @gpu
 @hopper
-@pytest.mark.parametrize("tokens, keys", [(5, 1), (9, 130), (64, 5000), (300, 1000), (1, 128)])
-def test_logits_of_ranges(tokens, keys):
-    torch.manual_seed(tokens)
-    q, k, scales, weights = random_query(tokens, keys)
-    starts = torch.randint(0, max(keys // 2, 1), (tokens,), dtype=torch.int32, device="cuda")
-    ends = torch.randint(0, keys + 1, (tokens,), dtype=torch.int32, device="cuda")
-    out = mqa_logits(q, k, scales, weights, starts, ends)
-    at = torch.arange(keys, device="cuda")
-    seen = (at >= starts[:, None]) & (at < ends[:, None])
-    assert (out[~seen] == float("-inf")).all()
-    assert relative_error(out[seen], expected_logits(q, k, scales, weights)[seen]) < 1e-3
-    part = mqa_logits(q, k, scales, weights, starts, ends, clean=False)
-    assert torch.equal(part[seen], out[seen])
-
-
-@gpu
-@hopper
-@pytest.mark.parametrize(
-    "sequences, queries, width",
-    [(3, 1, 200), (5, 2, 1000), (2, 6, 300), (40, 3, 500), (7, 4, 64), (4, 5, 257), (3, 8, 129)],
-)
-def test_logits_of_pages(sequences, queries, width):
-    torch.manual_seed(width)
-    pages = -(-width // PAGE)
-    q, k, scales, weights = random_query(sequences * queries, sequences * pages * PAGE)
-    stored = torch.cat((k.view(torch.uint8).view(-1, PAGE * 128), scales.view(-1, PAGE).view(torch.uint8)), 1)
-    order = torch.randperm(sequences * pages, device="cuda")
-    cache = torch.full((sequences * pages + 3, PAGE_BYTES), 255, dtype=torch.uint8, device="cuda")
-    cache[order] = stored
-    visible = torch.randint(0, width + 1, (sequences * queries,), dtype=torch.int32, device="cuda")
-    table = order.view(sequences, pages).int().contiguous()
-    most = visible.view(sequences, queries).amax(1, keepdim=True)
-    table[torch.arange(pages, device="cuda") * PAGE >= most] = 1 << 30  # pages that nobody sees are not read
-    out = paged_mqa_logits(q.view(sequences, queries, 32, 128), cache, weights, visible, table, width)
-    for i in range(sequences):
-        rows, own = slice(i * queries, (i + 1) * queries), slice(i * pages * PAGE, i * pages * PAGE + width)
-        expected = expected_logits(q[rows], k[own], scales[own], weights[rows])
-        seen = torch.arange(width, device="cuda") < visible[rows, None]
-        if seen.any():
-            assert relative_error(out[rows][seen], expected[seen]) < 1e-3
-
-
-@gpu
-@hopper
-@pytest.mark.parametrize("page", [64, 128])
-@pytest.mark.parametrize("sequences, queries, width", [(3, 1, 200), (5, 2, 1000), (40, 3, 500), (2, 6, 300)])
-def test_logits_of_fp4_pages(sequences, queries, width, page):
-    """Keys as the engine's cache holds them; some are far apart in size, some zero."""
-    torch.manual_seed(width)
-    pages = -(-width // page)
-    q, _, _, weights = random_query(sequences * queries, 1)
-    spread = torch.exp(torch.randn(sequences * pages * page, 4, device="cuda")).repeat_interleave(32, 1)
-    rows = pack_mxfp4_row(torch.randn(sequences * pages * page, 128, device="cuda") * spread)
-    rows[::7] = pack_mxfp4_row(torch.zeros(1, 128, device="cuda"))
-    keys = unpack_mxfp4_row(rows, 128, torch.float64)
-    order = torch.randperm(sequences * pages, device="cuda")
-    cache = torch.full((sequences * pages + 3, page * 68 + 64), 255, dtype=torch.uint8, device="cuda")
-    cache = cache[:, 16 : 16 + page * 68].unflatten(1, (page, 68))
-    cache[order] = rows.view(-1, page, 68)
-    visible = torch.randint(0, width + 1, (sequences * queries,), dtype=torch.int32, device="cuda")
-    table = order.view(sequences, pages).int().contiguous()
-    most = visible.view(sequences, queries).amax(1, keepdim=True)
-    table[torch.arange(pages, device="cuda") * page >= most] = 1 << 30  # pages that nobody sees are not read
-    out = paged_mqa_logits(q.view(sequences, queries, 32, 128), cache, weights, visible, table, width)
-    for i in range(sequences):
-        part, own = slice(i * queries, (i + 1) * queries), slice(i * pages * page, i * pages * page + width)
-        expected = expected_logits(q[part], keys[own], torch.ones(width, device="cuda"), weights[part])
-        seen = torch.arange(width, device="cuda") < visible[part, None]
-        if seen.any():
-            assert relative_error(out[part][seen], expected[seen]) < 1e-3
-
-
-@gpu
-@hopper
-@pytest.mark.parametrize("rows, sequences", [(9, 3), (300, 4), (17, 17), (1, 1)])
-@pytest.mark.parametrize("entries", [64, 128])
-def test_index_scores_agree_with_the_reference(entries, rows, sequences, monkeypatch):
-    """Prefill and, with a row a sequence, decode."""
-    monkeypatch.setattr(indexer, "FEWEST_SCORES", 0)
-    monkeypatch.setattr(indexer, "NARROWEST", 0)
-    torch.manual_seed(entries)
-    blocks = 5
-    iq = mxfp4_round_trip(torch.randn(rows, 32, 128, device="cuda")).bfloat16()
-    weights = torch.randn(rows, 32, device="cuda").bfloat16()
-    pages = sequences * blocks + 5
-    cache = pack_mxfp4_row(torch.randn(pages * entries, 128, device="cuda")).view(pages, entries, 68)
-    tables = torch.randperm(pages, device="cuda")[: sequences * blocks].view(sequences, blocks).int()
-    owner = torch.arange(rows, device="cuda", dtype=torch.int32) * sequences // rows
-    visible = torch.randint(0, blocks * entries + 1, (rows,), device="cuda", dtype=torch.int32)
-    most = visible.new_zeros(sequences).scatter_reduce_(0, owner.long(), visible, "amax")
-    unseen = torch.arange(blocks, device="cuda") * entries >= most[:, None]
-    result = indexer.index_scores(iq, weights, cache, tables.masked_fill(unseen, 1 << 30), owner, visible)
-    expected = reference_scores.reference(iq.double(), weights.double(), cache, tables, owner, visible)
-    width = expected.shape[1]
-    assert (result[:, width:] == float("-inf")).all()
-    assert torch.equal(result[:, :width].isinf(), expected.isinf())
-    assert relative_error(result[:, :width][~expected.isinf()], expected[~expected.isinf()]) < 1e-3
+def test_broken_rows_of_experts(each_kernel):
+    """NaN, infinite and tiny rows of x, NaN and huge rows of weights: what is beside them keeps its bits."""
+    torch.manual_seed(11)
+    counts = [20, 30]
+    begins, count, total = ranges(counts)
+    packed, scales = random_experts(2, 512, 256, 4, "cuda")
+    x, x_scales = quantize(torch.randn(total, 256, device="cuda"), 1)
+    whole = grouped_gemm(x, x_scales, begins, count, arrange(packed, scales))
+    scales[0, 9], scales[1, 255] = 255, 240
+    x_scales[3], x_scales[24], x_scales[49] = torch.nan, torch.inf, 1e-37
+    out = grouped_gemm(x, x_scales, begins, count, arrange(packed, scales))
+    assert out[3].isnan().all() and out[:20, 9].isnan().all() and not out[24].isfinite().any()
+    assert out[49, :255].abs().max() < 1e-30
+    rows, columns = torch.ones(total, dtype=torch.bool), torch.ones(512, dtype=torch.bool)
+    rows[[3, 24, 49]], columns[[9, 255]] = False, False
+    assert torch.equal(out[rows][:, columns], whole[rows][:, columns])

@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from deepinfer.kernels import ops
+from deepinfer.kernels.deep_gemm import moe_gemm
 from deepinfer.kernels.deep_gemm.activations import quantize_rows, row_scaled_weight
-from deepinfer.kernels.deep_gemm.fp4_weights import arrange
+from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
 from deepinfer.kernels.deep_gemm.indexer import index_scores
 from deepinfer.kernels.deep_gemm.linear import fp8_product
 from deepinfer.kernels.deep_gemm.moe import routed_experts
+from deepinfer.kernels.deep_gemm.moe_gemm import grouped_gemm
 from deepinfer.kernels.reference.hyper_connection import hc_post_pre
 from deepinfer.kernels.reference.indexer import index_scores as reference_scores
 from deepinfer.kernels.reference.moe import moe_experts_fp4
 from deepinfer.kernels.reference.quant import (
+    dequantize_fp4_weight,
     dequantize_fp8_weight,
     fp8_round_trip,
     mxfp4_round_trip,
@@ -22,7 +25,7 @@ from deepinfer.kernels.reference.quant import (
     quantize_fp8_weight,
 )
 from tests.kernels.cases import hc_mix, normal
-from tests.kernels.matrix_cases import TOLERANCE, gpu, hopper, relative_error
+from tests.kernels.matrix_cases import TOLERANCE, dequantize, gpu, hopper, relative_error
 
 DIM, INNER, ACTIVE = 5120, 2304, 6
 LINEARS = {  # rows, columns of the weight
@@ -70,6 +73,31 @@ def test_routed_experts(tokens):
     result = routed_experts(x, chosen, gates, *arranged, 10.0)
     expected = moe_experts_fp4.reference(x.double(), chosen, gates.double(), *stored, 10.0, True)
     assert relative_error(result, expected) < 0.01  # E4M3 between the products
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("few_tokens", [0, 1 << 20], ids=["many", "few"])
+@pytest.mark.parametrize("rows, columns", [(DIM, INNER), (2 * INNER, DIM)])
+def test_the_last_of_384_experts(rows, columns, few_tokens, monkeypatch):
+    """Weights of 2.4 and 4.8 GB: the last expert's lie beyond 2^31 bytes."""
+    monkeypatch.setattr(moe_gemm, "FEW_TOKENS", few_tokens)
+    g = torch.Generator("cuda").manual_seed(rows)
+    experts, tokens = 384, 70
+    packed = torch.randint(0, 256, (2, rows, columns // 2), dtype=torch.uint8, device="cuda", generator=g)
+    scales = torch.randint(117, 121, (2, rows, columns // 32), device="cuda", generator=g).to(torch.uint8)
+    two = arrange(packed, scales)
+    tiles = torch.empty(experts, *two.tiles.shape[1:], dtype=torch.uint8, device="cuda")
+    row_scales = torch.full((experts, two.row_scales.shape[1]), float("nan"), device="cuda")
+    tiles[:: experts - 1], row_scales[:: experts - 1] = two.tiles, two.row_scales
+    weights = ExpertWeights(tiles, row_scales, rows, columns, gate_up=False)
+    counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
+    counts[:: experts - 1] = tokens
+    x, x_scales = quantize_rows(torch.randn(2 * tokens, columns, device="cuda", generator=g).bfloat16())
+    out = grouped_gemm(x, x_scales, (counts.cumsum(0) - counts).int(), counts, weights)
+    wide = dequantize(x, x_scales).unflatten(0, (2, tokens))
+    expected = wide @ dequantize_fp4_weight(packed, scales, torch.float64).transpose(1, 2)
+    assert relative_error(out, expected.flatten(0, 1)) < TOLERANCE
 
 
 @gpu
