@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
@@ -24,16 +24,10 @@ from deepinfer.engine import messages
 from deepinfer.engine.checks import check_request
 from deepinfer.engine.child import Child, default_threads, died_loading, ending, start_error
 from deepinfer.engine.mailbox import Deliver, Leave, outputs_of
-from deepinfer.engine.messages import (
-    EngineMessage,
-    ExpertCommand,
-    ExpertReport,
-    ServerMessage,
-    output_from_wire,
-    params_to_wire,
-)
+from deepinfer.engine.messages import EngineMessage, ExpertCommand, ExpertReport, ServerMessage, params_to_wire
 from deepinfer.engine.questions import Questions
 from deepinfer.engine.remote_statistics import RemoteStatistics
+from deepinfer.engine.sent_requests import SentRequests
 from deepinfer.errors import EngineStoppedError
 from deepinfer.outputs import EngineStats, RequestOutput
 from deepinfer.params import SamplingParams
@@ -45,14 +39,6 @@ MAX_RESTARTS = 5  # deaths in a row; one that comes after STABLE_SECONDS of serv
 STABLE_SECONDS = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
 CLOSE_SECONDS = 10.0  # how long the process may take to end when it is told to
-
-
-class _Request(NamedTuple):
-    """One that the process works on."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    deliver: Deliver
 
 
 class EngineClient:
@@ -89,10 +75,8 @@ class EngineClient:
         self._start = messages.Start(str(model), asdict(config or EngineConfig()), log_level, log_format)
         self._threads = threads or default_threads()
         self._silence = envs.get("DEEPINFER_ENGINE_TIMEOUT")
-        self._requests: dict[int, _Request] = {}
-        self._numbers: dict[str, int] = {}  # of the requests in progress
+        self._requests = SentRequests()
         self._questions = Questions()
-        self._next_number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog: asyncio.TimerHandle | None = None
         self._restart: asyncio.Task[None] | None = None
@@ -183,24 +167,20 @@ class EngineClient:
         """
         self.attach()
         self._check_running()
-        if request_id in self._numbers:
-            raise ValueError(f"request_id {request_id!r} is already in use")
-        number = self._next_number
-        self._next_number += 1
         prompt = list(prompt_token_ids)
-        self._requests[number] = _Request(request_id, prompt, deliver)
-        self._numbers[request_id] = number
+        number = self._requests.add(request_id, prompt, deliver)
         self._child.send(messages.AddRequest(number, prompt, params_to_wire(params)))
         return partial(self._leave, number)
 
     def _leave(self, number: int) -> None:
-        if self._forget(number):
+        if self._requests.forget(number):
             self._child.send(messages.Abort(number))
 
     def abort(self, request_id: str) -> None:
         """End a request from outside; its consumer gets a last output with finish reason "abort"."""
-        if request_id in self._numbers:
-            self._child.send(messages.Abort(self._numbers[request_id]))
+        number = self._requests.number_of(request_id)
+        if number is not None:
+            self._child.send(messages.Abort(number))
 
     async def compile(self, so_args: Mapping[str, Any]) -> None:
         """Have the grammar of structured output ready. Raises ValueError naming the field, EngineStoppedError."""
@@ -293,7 +273,7 @@ class EngineClient:
         if isinstance(message, messages.StepOutputs):
             self._stats = message.stats
             for output in message.outputs:
-                self._deliver(output)
+                self._requests.deliver(output)
         elif isinstance(message, messages.Heartbeat):
             self._stats = message.stats
             self.statistics.update(message.window, message.totals)
@@ -304,10 +284,7 @@ class EngineClient:
         elif isinstance(message, messages.Compiled):
             self._questions.answer(message.number, None if message.error is None else ValueError(message.error))
         elif isinstance(message, messages.Refused):
-            request = self._requests.get(message.number)
-            if request is not None:
-                self._forget(message.number)
-                request.deliver(ValueError(message.message))
+            self._requests.refuse(message.number, ValueError(message.message))
         elif isinstance(message, messages.Ready):
             self.vocab_size, self.max_model_len = message.vocab_size, message.max_model_len
             self._stats, self.device = message.stats, message.device
@@ -317,21 +294,6 @@ class EngineClient:
             self._reason = str(self.start_error)
         else:
             logger.error("the engine could not be restarted: %s", message.message)
-
-    def _deliver(self, output: messages.Output) -> None:
-        request = self._requests.get(output.number)
-        if request is None:
-            return  # its consumer has left
-        if output.finished:
-            self._forget(output.number)
-        request.deliver(output_from_wire(output, request.request_id, request.prompt_token_ids))
-
-    def _forget(self, number: int) -> bool:
-        """False if the request is over already."""
-        request = self._requests.pop(number, None)
-        if request is not None:
-            del self._numbers[request.request_id]
-        return request is not None
 
     # Death and restart.
 
@@ -367,9 +329,7 @@ class EngineClient:
         self._stats = replace(self._stats, num_waiting=0, num_running=0, num_free_blocks=self._stats.num_blocks)
         self.statistics.restart()
         self._questions.fail_all(EngineStoppedError(self._reason))
-        requests, self._requests, self._numbers = self._requests, {}, {}
-        for request in requests.values():
-            request.deliver(EngineStoppedError(self._reason))
+        self._requests.fail_all(self._reason)
 
     def _fail_to_start(self) -> None:
         """The process ended before it was ready, having said why or not."""
