@@ -23,7 +23,7 @@ from deepinfer.models.draft_calibration import DraftCalibration
 from deepinfer.models.layers.block import build_layer
 from deepinfer.models.layers.draft_attention import BlockPlan, draft_attention, store_context
 from deepinfer.models.layers.hyper_connection import HCLazyPostData, hc_enter
-from deepinfer.models.layers.linear import quantized_linear, wide_linear, widened
+from deepinfer.models.layers.linear import StoredFp8, quantized_linear, wide_linear, widened
 from deepinfer.models.layers.step import Rotation
 from deepinfer.models.loader import StoredTensor
 
@@ -96,7 +96,7 @@ class DraftHead:
         self.embed, self.head, self.frequencies = embed, head, frequencies
         self.dtype, self.device = embed.dtype, embed.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
-        self.main_proj = weights.pop("mtp.0.main_proj.weight")
+        self.main_proj: Tensor | StoredFp8 = weights.pop("mtp.0.main_proj.weight")
         self.main_norm = weights.pop("mtp.0.main_norm.weight")
         last = f"mtp.{stages - 1}"
         self.norm = weights.pop(f"{last}.norm.weight")
@@ -104,7 +104,9 @@ class DraftHead:
         self.markov_head = widened(weights.pop(f"{last}.markov_head.head.weight"))
         self.confidence = weights.pop(f"{last}.confidence_head.proj.weight")[0].to(self.wide)
         # Context rows need this part alone of a weight that build_layer fuses.
-        self.context_wkv = [weights[f"mtp.{stage}.attn.wkv.weight"] for stage in range(stages)]
+        self.context_wkv: list[Tensor | StoredFp8] = [
+            weights[f"mtp.{stage}.attn.wkv.weight"] for stage in range(stages)
+        ]
         self.layers = [
             build_layer(weights, DRAFT_PLAN, config, None, stored_experts, name=f"mtp.{stage}")
             for stage in range(stages)
@@ -116,6 +118,12 @@ class DraftHead:
         """Take over what was fitted for this head."""
         self.temperatures.copy_(torch.tensor(calibration.temperatures))
         self.draft_temperature = calibration.draft_temperature
+
+    def keep_fp8_bytes(self) -> None:
+        """Read the weights of `store` as checkpoints have them, where they are exactly that."""
+        if isinstance(self.main_proj, Tensor):
+            self.main_proj = StoredFp8.of(self.main_proj)
+        self.context_wkv = [StoredFp8.of(wkv) if isinstance(wkv, Tensor) else wkv for wkv in self.context_wkv]
 
     def store(self, taps: Taps, caches: Caches) -> None:
         """Write the context rows of a target step, rejected drafts and padding included (see draft_attention.py)."""

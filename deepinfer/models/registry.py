@@ -192,6 +192,7 @@ def round_activations(model: DeepseekV41, quantize_activations: bool | None) -> 
         keep_fp8_bytes(model.layers)
         if model.draft_head is not None:
             keep_fp8_bytes(model.draft_head.layers)
+            model.draft_head.keep_fp8_bytes()
     if not (multiplies_fp8 if quantize_activations is None else quantize_activations):
         return
     model.quantize_activations = True

@@ -52,9 +52,10 @@ def test_many_processes_build_at_once(tmp_path):
     assert [p.suffix for p in tmp_path.iterdir()] == [".so"]  # no temporary left behind
 
 
-@pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
-def test_without_a_working_compiler_the_references_run(tmp_path, compiler):
-    result = use_kernels(tmp_path, CC=compiler)
+@pytest.mark.parametrize("environment", [{"CC": "/nonexistent/cc"}, {"CC": "false"}, {"PATH": "/nonexistent"}])
+def test_without_a_working_compiler_the_references_run(tmp_path, environment, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    result = use_kernels(tmp_path, **environment)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("0 ")
     assert result.stderr.count("CPU kernels run in PyTorch") == 1

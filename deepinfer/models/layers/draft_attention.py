@@ -16,7 +16,7 @@ from deepinfer.config.model import ModelConfig
 from deepinfer.kernels import ops
 from deepinfer.kernels.ops import RowFormat
 from deepinfer.models.layers.attention import Attention, grouped_projection
-from deepinfer.models.layers.linear import quantized_linear
+from deepinfer.models.layers.linear import StoredFp8, quantized_linear
 from deepinfer.models.layers.step import Rotation
 
 
@@ -70,7 +70,7 @@ def draft_attention(
 
 def store_context(
     attention: Attention,
-    wkv: Tensor,
+    wkv: Tensor | StoredFp8,
     main_x: Tensor,
     config: ModelConfig,
     ring: Tensor,
