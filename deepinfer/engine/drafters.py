@@ -37,7 +37,7 @@ def make_drafter(runner: Runner, config: EngineConfig, max_model_len: int) -> Dr
             if speculative.draws:
                 shape = config.max_num_seqs + 1, count, runner.vocab_size
                 probabilities = torch.zeros(shape, dtype=torch.float32, device=config.device)
-            return HeadDrafter(runner.model.draft_head, runner.caches, count, probabilities)
+            return HeadDrafter(runner.model.draft_head, runner.caches, count, probabilities, runner.draft_context)
     elif speculative.method == "dspark":
         raise ValueError("speculative method must not be dspark: this runner has no draft head")
     else:

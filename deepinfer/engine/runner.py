@@ -27,6 +27,7 @@ from deepinfer.models.registry import Model, load_model
 from deepinfer.observability.expert_counts import ExpertCounts
 from deepinfer.observability.flops import FlopsEstimator
 from deepinfer.observability.timers import CUDATimer, ScopeTime
+from deepinfer.speculation.draft_context import DraftContext
 from deepinfer.speculation.limits import draft_bytes, num_drafts
 from deepinfer.speculation.slot_tokens import SlotTokens
 
@@ -107,6 +108,7 @@ class ModelRunner:
             cache_dtype,
             backtracking,
         )
+        self.draft_context = None if self.draft_head is None else DraftContext(self.draft_head, self.caches)
         self.config = config
         self.max_context_len = min(longest, (self.num_blocks - 1) * config.block_size)
         self.graphs = self._captured_graphs()
@@ -229,9 +231,9 @@ class ModelRunner:
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Logits float32 [R, vocab_size] of inputs.logits_rows, eagerly; the draft head sees what it needs."""
         logits = self.model.forward(inputs, self.caches).float()
-        if self.draft_head is not None:
+        if self.draft_context is not None:
             assert isinstance(self.model, DeepseekV41) and self.model.taps is not None
-            self.draft_head.store(self.model.taps, self.caches)
+            self.draft_context.add(self.model.taps, inputs.is_prefill)
         return logits
 
     def cache_rows(self) -> CacheRows:

@@ -148,6 +148,7 @@ class Speculation:
             return room
         num_sequences = len(sequences)
         self._makes_drafts = self.gate.makes_drafts(num_sequences)
+        self.drafter.expect(self._makes_drafts)
         if self._new_scores:  # after it was asked: it must not depend on the drafts to verify
             self.gate.saw(np.concatenate([self.drafter.survival(scores) for scores in self._new_scores]))
             self._new_scores.clear()

@@ -48,6 +48,10 @@ class Drafter(Protocol):
     probabilities: Tensor | None
     learns: bool  # whether `learn` has to be called
 
+    def expect(self, drafts: bool) -> None:
+        """Whether drafts will be made behind the next decode step; called before it is launched."""
+        ...
+
     def prefilled(self, inputs: ModelInputs) -> None:
         """A prefill step with these inputs has been launched."""
         ...

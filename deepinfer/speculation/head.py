@@ -13,6 +13,7 @@ from deepinfer.models.caches import Caches
 from deepinfer.models.draft_head import DraftHead, DraftSampling
 from deepinfer.models.inputs import ModelInputs
 from deepinfer.sampling.sampler import DrawParameters
+from deepinfer.speculation.draft_context import DraftContext
 from deepinfer.speculation.drafter import Drafts, DraftSlots, Round
 from deepinfer.speculation.slot_tokens import SlotTokens
 
@@ -20,27 +21,44 @@ DRAFTS = 0x1F83D9ABFB41BD6B  # which random numbers of a seed draw drafts
 
 
 class HeadDrafter:
-    """A Drafter. The context rows of every step are stored by whoever runs the model, with the step.
+    """A Drafter. The context rows of every step are stored by whoever runs the model, with the step or in `context`.
 
     Args:
         probabilities: float32 [slots, K, V], which gets what the drafts of each slot are drawn from; None: they are the
             most likely tokens.
+        context: which rows of steps that are not replayed are written later; None: none.
     """
 
     learns = False  # the confidences were calibrated when the head was trained
 
-    def __init__(self, head: DraftHead, caches: Caches, num_drafts: int, probabilities: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        head: DraftHead,
+        caches: Caches,
+        num_drafts: int,
+        probabilities: Tensor | None = None,
+        context: DraftContext | None = None,
+    ) -> None:
         self.probabilities = probabilities
         self.head = head
         self.caches = caches
         self.num_drafts = num_drafts
+        self.context = context
         self.run: DraftSlots = self.draft_slots
+
+    def expect(self, drafts: bool) -> None:
+        if self.context is not None:
+            self.context.is_wanted = drafts
+            if drafts:
+                self.context.catch_up()
 
     def prefilled(self, inputs: ModelInputs) -> None:
         """Nothing to do: the context rows are in the caches."""
 
     def resumed(self, slot: int, token_ids: array) -> None:
-        """Nothing to do: they came with the sequence's state."""
+        """The rows of its tokens came with its state."""
+        if self.context is not None:
+            self.context.forget(torch.tensor([slot], device=self.head.device))
 
     def chosen(self, state: SlotTokens, round: Round) -> None:
         """Nothing to do: rows behind the last token are overwritten."""

@@ -45,6 +45,9 @@ class NgramDrafter:
         self.history = torch.zeros(num_slots, max_model_len + num_drafts + 2, dtype=torch.int32, device=device)
         self.rates = AcceptanceRates(self.max_match + 1, num_drafts)
 
+    def expect(self, drafts: bool) -> None:
+        """Nothing to do."""
+
     def prefilled(self, inputs: ModelInputs) -> None:
         counts = inputs.query_start.diff()
         slots = torch.repeat_interleave(inputs.state_slots.long(), counts, output_size=len(inputs.positions))

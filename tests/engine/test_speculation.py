@@ -45,6 +45,8 @@ class TellTale:
         self.text: list[list[int]] = [[] for _ in range(num_slots + 1)]
         self.num_accepted = 0
 
+    def expect(self, drafts: bool) -> None: ...
+
     def prefilled(self, inputs: ModelInputs) -> None:
         starts = inputs.query_start.tolist()
         for slot, begin, end in zip(inputs.state_slots.tolist(), starts, starts[1:], strict=False):

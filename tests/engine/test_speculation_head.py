@@ -6,6 +6,9 @@ shows it. So this looks at the drafts themselves, while others are verified, of 
 
 from __future__ import annotations
 
+import itertools
+from array import array
+
 import pytest
 import torch
 
@@ -40,6 +43,13 @@ class Overseer(TellTale):
         self.every = every
         self.num_checked = 0
 
+    def expect(self, drafts: bool) -> None:
+        self.head.expect(drafts)
+
+    def resumed(self, slot: int, token_ids: array) -> None:
+        super().resumed(slot, token_ids)
+        self.head.resumed(slot, token_ids)
+
     def draft(self, state: SlotTokens, round: Round) -> Drafts:
         made = self.head.draft(state, round)
         drafts = Draft(made.tokens, made.scores, None)
@@ -54,8 +64,12 @@ class Overseer(TellTale):
         return super().draft(state, round)
 
 
-@pytest.mark.parametrize(("overlap", "graphs", "mode"), [(0, 0, "recompute"), (1, 1, "swap")])
-def test_the_head_drafts_behind_what_was_accepted(overlap: int, graphs: int, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "graphs", "mode", "pauses"),
+    [(0, 0, "recompute", False), (1, 1, "swap", False), (0, 0, "recompute", True), (1, 1, "recompute", True)],
+)
+def test_the_head_drafts_behind_what_was_accepted(overlap: int, graphs: int, mode: str, pauses: bool) -> None:
+    """Also behind steps for which no drafts were made."""
     engine = make_engine(
         {"method": "dspark"},
         zero_overhead_scheduling=bool(overlap),
@@ -65,8 +79,10 @@ def test_the_head_drafts_behind_what_was_accepted(overlap: int, graphs: int, mod
     )
     prompts = {str(number): prompt for number, (_, prompt, _) in enumerate(requests(0))}
     texts = [prompts[key] + c.token_ids for key, output in without_drafts().items() for c in output.outputs]
-    overseer = Overseer(engine.speculation.drafter, 5, texts, every=6)
+    overseer = Overseer(engine.speculation.drafter, 5, texts, every=2 if pauses else 6)
     engine.speculation.drafter = overseer
+    steps = itertools.count()
+    engine.speculation.gate.makes_drafts = lambda size: not pauses or next(steps) % 7 in (0, 5, 6)
     assert_same(run(engine, 0), without_drafts())
     assert engine.scheduler.num_preemptions > 0
-    assert overseer.num_accepted > 20 and overseer.num_checked > 10
+    assert overseer.num_accepted > (5 if pauses else 20) and overseer.num_checked > 10

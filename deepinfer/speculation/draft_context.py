@@ -1,0 +1,51 @@
+"""DraftContext: context rows of the draft head that are written only when drafts are wanted.
+
+Writing them costs a step more than 1 % of its time. While no drafts are made (speculation/gate.py), what the rows are
+made of is kept for as many steps as the head's window has positions, and written before drafts are made again. Steps
+that a CUDA graph replays write theirs themselves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from deepinfer.models.caches import Caches
+from deepinfer.models.draft_head import DraftHead, Taps
+
+
+class DraftContext:
+    """
+    Args:
+        head: whose rows these are.
+        caches: where they go.
+    """
+
+    def __init__(self, head: DraftHead, caches: Caches) -> None:
+        self.head = head
+        self.caches = caches
+        self.is_wanted = True
+        self._waiting: deque[Taps] = deque(maxlen=head.config.sliding_window)  # of decode steps, the oldest first
+
+    def add(self, taps: Taps, is_prefill: bool) -> None:
+        """A step has run. A prompt's rows are written at once: they are many, and so is what they would be made of."""
+        if is_prefill:
+            self.forget(taps.state_slots)
+        if is_prefill or self.is_wanted:
+            self.head.store(taps, self.caches)
+        else:
+            self._waiting.append(taps)
+
+    def forget(self, slots: Tensor) -> None:
+        """Another sequence comes to these state slots, int [N]: rows of the one before must not be written any more."""
+        for index, taps in enumerate(self._waiting):
+            kept = taps.state_slots.masked_fill(torch.isin(taps.state_slots, slots), 0)  # else to the null slot
+            self._waiting[index] = replace(taps, state_slots=kept)
+
+    def catch_up(self) -> None:
+        """Write what waits: drafts are about to be made."""
+        while self._waiting:
+            self.head.store(self._waiting.popleft(), self.caches)
