@@ -254,7 +254,7 @@ def eval(
         lookups[name] = lookup_all(loaded, part, length)
         if len(judged[name]) < len(part):
             print(f"{name}: {len(part) - len(judged[name])} answers left out, too short or too long for --length")
-    rows = summary(judged, lookups, step_times(model, where, loaded))
+    rows = summary(judged, lookups, step_times(model, folder, where, loaded))
     if not rows:
         raise ValueError("answers: none is long enough to draft in, allowed: at least 2 tokens")
     record = {"temperature": temperature, "drawn": drawn, "sets": rows}
@@ -262,7 +262,7 @@ def eval(
     table = Table("set", "rounds", "accepted length", "prompt lookup", "accepted by position", "projected speed-up")
     for name, row in rows.items():
         by_position = " ".join(f"{share:.2f}" for share in row["by_position"])
-        speed = "-" if row["speed_up"] is None else f"{row['speed_up']:.2f} x"
+        speed = f"{row['speed_up']:.2f} x"
         lengths = f"{row['mean_length']:.2f}", f"{row['prompt_lookup']:.2f}"
         table.add_row(name, f"{row['rounds']:,}", *lengths, by_position, speed)
     Console().print(table)

@@ -131,13 +131,18 @@ class StepTimes:
         return acceptance.mean_length * self.decode / (self.verify + self.draft)
 
 
-def step_times(target: V41Target | HuggingFaceTarget, folder: Path, draft: LoadedDraft) -> StepTimes | None:
-    """Measured on this machine; None where there is nothing to run a draft of this kind with."""
+def step_times(
+    target: V41Target | HuggingFaceTarget, target_folder: Path, folder: Path, draft: LoadedDraft
+) -> StepTimes:
+    """Measured on this machine: the target's steps where it is run, the engine or `transformers`, and the draft's, the
+    head of a V4.1 checkpoint in the engine, any other as it was trained."""
     if isinstance(target, HuggingFaceTarget):
-        return _times_of_transformers(target, draft)
-    if (folder / CONFIG_NAME).is_file():
-        return None  # the engine runs a V4.1 checkpoint's own head only
-    return _times_of_engine(folder, str(target.embed.device))
+        decode, verify = _times_of_transformers(target, draft.block_size + 1)
+    elif (folder / CONFIG_NAME).is_file():
+        decode, verify, _ = _times_of_engine(target_folder, str(target.embed.device), draft.block_size + 1)
+    else:
+        return StepTimes(*_times_of_engine(folder, str(target.embed.device), draft.block_size + 1, with_head=True))
+    return StepTimes(decode, verify, _time_of_block(target, draft))
 
 
 def _milliseconds(run: Callable[[], Any], device: str) -> float:
@@ -154,7 +159,18 @@ def _milliseconds(run: Callable[[], Any], device: str) -> float:
 
 
 @torch.no_grad()
-def _times_of_transformers(target: HuggingFaceTarget, draft: LoadedDraft) -> StepTimes:
+def _time_of_block(target: V41Target | HuggingFaceTarget, draft: LoadedDraft) -> float:
+    """A draft that `train` made, on one block behind TIMED_CONTEXT tokens, whose keys it computes as well."""
+    device = target.embed.device
+    tokens = torch.zeros(1, TIMED_CONTEXT + 1, dtype=torch.int64, device=device)
+    taps = torch.zeros(1, TIMED_CONTEXT, target.shape.num_taps * target.shape.hidden_size, device=device)
+    anchor = torch.tensor([[TIMED_CONTEXT - 1 - draft.block_size]], device=device)
+    return _milliseconds(lambda: draft.blocks(taps, tokens, anchor), str(device))
+
+
+@torch.no_grad()
+def _times_of_transformers(target: HuggingFaceTarget, num_rows: int) -> tuple[float, float]:
+    """A step of one token, and one of `num_rows`."""
     from transformers import DynamicCache
 
     device = str(target.embed.device)
@@ -173,20 +189,16 @@ def _times_of_transformers(target: HuggingFaceTarget, draft: LoadedDraft) -> Ste
 
         return _milliseconds(run, device)
 
-    taps, _ = target(context)
-    tokens = torch.zeros(1, TIMED_CONTEXT + 1, dtype=torch.int64, device=device)
-    anchor = torch.tensor([[TIMED_CONTEXT - 1 - draft.block_size]], device=device)
-    drafting = _milliseconds(lambda: draft.blocks(taps, tokens, anchor), device)
-    return StepTimes(step(1), step(draft.block_size + 1), drafting)
+    return step(1), step(num_rows)
 
 
-def _times_of_engine(folder: Path, device: str) -> StepTimes:
-    """Steps of the engine's model and head, run eagerly."""
+def _times_of_engine(folder: Path, device: str, num_rows: int, with_head: bool = False) -> tuple[float, float, float]:
+    """A step of the engine's model on one token, one on `num_rows`, and a block of its head (else 0), run eagerly."""
     from deepinfer.models.inputs import ModelInputs
     from deepinfer.models.registry import load_model
 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model: Any = load_model(folder, dtype, device, draft_head=True)
+    model: Any = load_model(folder, dtype, device, draft_head=with_head)
     head, block = model.draft_head, 128
     caches = model.allocate_caches(2 + TIMED_CONTEXT // block, block, 2, model.default_cache_dtype)
     table = torch.arange(1, 2 + TIMED_CONTEXT // block, dtype=torch.int32, device=device).unsqueeze(0)
@@ -207,19 +219,20 @@ def _times_of_engine(folder: Path, device: str) -> StepTimes:
 
     def run(start: int, count: int) -> None:
         model.forward(inputs(start, count), caches)
-        head.store(model.taps, caches)
+        if with_head:
+            head.store(model.taps, caches)
 
     run(0, TIMED_CONTEXT)
     last, token = torch.tensor([TIMED_CONTEXT - 1], device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    return StepTimes(
+    return (
         _milliseconds(lambda: model.forward(inputs(TIMED_CONTEXT, 1), caches), device),
-        _milliseconds(lambda: run(TIMED_CONTEXT, head.block_size + 1), device),
-        _milliseconds(lambda: head.draft(last, token, slot, caches), device),
+        _milliseconds(lambda: run(TIMED_CONTEXT, num_rows), device),
+        _milliseconds(lambda: head.draft(last, token, slot, caches), device) if with_head else 0.0,
     )
 
 
 def summary(
-    judged: dict[str, list[Judged]], lookups: dict[str, list[Judged]], times: StepTimes | None
+    judged: dict[str, list[Judged]], lookups: dict[str, list[Judged]], times: StepTimes
 ) -> dict[str, dict[str, Any]]:
     """Figures by task set, and of all together; `lookups` are those of prompt lookup on the same answers."""
     rows = {}
@@ -231,6 +244,6 @@ def summary(
         rows[name] = {
             **vars(acceptance),
             "prompt_lookup": acceptance_of(lookup).mean_length,
-            "speed_up": None if times is None else times.speed_up(acceptance),
+            "speed_up": times.speed_up(acceptance),
         }
     return rows
