@@ -75,6 +75,12 @@ def document(runs: list[dict[str, Any]], calibration: dict[str, Any]) -> str:
         f"The expected calibration error on {calibration['blocks']:,} blocks of answers that were not fitted on is "
         f"{errors['as trained']:.3f} as trained and {errors['calibrated']:.3f} calibrated."
     )
+    drawn = calibration["drawn_length"]
+    text += (
+        f"\nOver all positions of those at temperature 1, {drawn['as trained']:.2f} tokens a round are accepted if drafts "
+        f"are drawn as trained, and\n{drawn['calibrated']:.2f} at the draft temperature of "
+        f"{calibration['draft_temperature']:g}."
+    )
     return "\n".join([*lines, "", text, ""])
 
 

@@ -25,6 +25,7 @@ def files(tmp_path):
     folders.append(write_run(tmp_path / "c", 0.0, False, {"HumanEval": 3.0, "all": 3.0}))
     errors = {"as trained": 0.25, "calibrated": 0.0625}
     record = {"blocks": 4321, "expected_calibration_error": errors, "temperatures": [1.0]}
+    record |= {"draft_temperature": 0.5, "drawn_length": {"as trained": 1.75, "calibrated": 2.125}}
     (tmp_path / "a" / "calibration.json").write_text(json.dumps(record))
     for name, part in (("speculation", "drafts"), ("nano", "draft_training")):
         text = f"before\n<!-- nano:{part} -->\nold\n<!-- /nano:{part} -->\nafter\n"
@@ -44,6 +45,7 @@ def test_records_and_document(files, tmp_path):
     assert "| temperature 1, drafts drawn | 1,000 | 2.50" in text
     assert "| HumanEval, temperature 0 | 1,000 | | | | 3.00 (2.00) |" in text
     assert "4,321 blocks" in text and "0.250 as trained and 0.062 calibrated" in text
+    assert "1.75 tokens a round" in text and "2.12 at the draft temperature of 0.5." in text
     trained = (tmp_path / "nano.md").read_text()
     assert "| 1 | 5,000 | 1,024 | 100 of 20 x 64 | 2 million | 0.4 | 61 | one |\n| 2 |" in trained
     assert trained.startswith("before\n") and trained.endswith("after\n") and "old" not in trained
