@@ -18,6 +18,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct Index { int x, y; };
 using std::max;
 using std::min;
@@ -71,6 +72,16 @@ static u32 round_bf16(float x) {
     return std::isnan(x) ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 static u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+
+// The nearest of E4M3's numbers, ties to the even code.
+static u32 round_e4m3(float x) {
+    if (std::isnan(x)) return 0x7F;
+    u32 sign = std::signbit(x) ? 0x80 : 0, exponent = 0;
+    double size = std::min(std::fabs((double)x), 448.0), unit = std::ldexp(1.0, -9);
+    while (size >= 16 * unit) unit *= 2, exponent++;
+    return sign | (u32)(exponent * 8 + std::nearbyint(size / unit));
+}
+static u32 pack_e4m3(float low, float high) { return round_e4m3(low) | round_e4m3(high) << 8; }
 
 static void yield() {
     if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
@@ -129,6 +140,10 @@ static u32 __shfl_sync(u32, u32 value, int lane) {
 }
 static float __shfl_sync(u32, float value, int lane) {
     return __uint_as_float(exchange(__float_as_uint(value), [=](u64* all) { return (u32)all[lane]; }));
+}
+static u32 __shfl_xor_sync(u32, u32 value, int mask) {
+    int lane = threadIdx.x % 32 ^ mask;
+    return exchange(value, [=](u64* all) { return (u32)all[lane]; });
 }
 static float __shfl_xor_sync(u32, float value, int mask) {
     u32 bits = __float_as_uint(value);

@@ -41,7 +41,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Build, str],
         macros = [f"-D{name}={value}" for name, value in build.defines.items()]
         name = "".join([build.name, *macros])
         if name not in built:
-            for source in (*build.source.parent.glob("*.cu"), *Path(top_k.__file__).parent.glob("*.cuh")):
+            for source in (*build.source.parent.glob("*.cu*"), *Path(top_k.__file__).parent.glob("*.cuh")):
                 if source.name != "cluster.cuh":
                     text = source.read_text().replace("../deep_select/", "")
                     (folder / source.name).write_text(text)

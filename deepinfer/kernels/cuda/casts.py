@@ -25,6 +25,7 @@ from deepinfer.kernels.cuda.formats import (
 )
 from deepinfer.kernels.reference import casts  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
+from deepinfer.kernels.tile_kernels import casts as tile_casts
 
 TILE = 2048  # values of a program
 LARGEST_BLOCK = 16384  # values that a program holds to find their scale
@@ -178,6 +179,10 @@ def cast_groups(x: Tensor, values: str, scales: str, group_rows: int, group_colu
     fp4, (n, dim) = values == "e2m1", x.shape
     if not covered(x) or dim % group_columns or (fp4 and dim % 2):
         return NotImplemented
+    if not fp4 and scales != "e4m3":
+        fast = tile_casts.cast(x, scales == "ue8m0", group_rows, group_columns)
+        if fast is not None:
+            return fast
     x, stride = rows_of(x)
     codes = torch.empty(n, dim // 2 if fp4 else dim, dtype=torch.uint8, device=x.device)
     kind = torch.float32 if scales == "float32" else torch.uint8

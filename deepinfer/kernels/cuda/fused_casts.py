@@ -15,6 +15,7 @@ from deepinfer.kernels.cuda.common import covered, rows_of
 from deepinfer.kernels.cuda.formats import FP8, e4m3_byte, group_scale, over_power
 from deepinfer.kernels.reference import casts  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
+from deepinfer.kernels.tile_kernels import casts as tile_casts
 
 GROUP = 32
 LINES = 64  # groups of a program
@@ -87,6 +88,9 @@ def norm_cast(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     n, dim = x.shape
     if not covered(x, weight) or dim % GROUP:
         return NotImplemented
+    fast = tile_casts.norm_cast(x, weight.contiguous(), eps)
+    if fast is not None:
+        return fast
     x, stride = rows_of(x)
     codes, scales = _outputs(n, dim, x.device)
     groups = triton.next_power_of_2(dim // GROUP)
@@ -103,6 +107,9 @@ def swiglu_cast(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     n, inner = gate_up.shape[0], gate_up.shape[1] // 2
     if not covered(gate_up) or inner % GROUP:
         return NotImplemented
+    fast = tile_casts.swiglu_cast(gate_up, limit)
+    if fast is not None:
+        return fast
     gate_up, stride = rows_of(gate_up)
     codes, scales = _outputs(n, inner, gate_up.device)
     if n:
@@ -117,12 +124,16 @@ def rope_cast(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tenso
     n, heads, dim = x.shape
     if not covered(x) or cos.dtype is not torch.float32 or sin.dtype is not torch.float32 or dim % GROUP:
         return NotImplemented
+    cos, sin = cos.contiguous(), sin.contiguous()
+    fast = tile_casts.rope_cast(x, cos, sin, -1.0 if inverse else 1.0)
+    if fast is not None:
+        return fast
     if x.stride(-1) != 1:
         x = x.contiguous()
     codes, scales = _outputs(n, heads * dim, x.device)
     if n:
         _rope_cast[(triton.cdiv(scales.numel(), LINES),)](
-            x, cos.contiguous(), sin.contiguous(), codes, scales, x.stride(0), x.stride(1), scales.numel(), heads,
+            x, cos, sin, codes, scales, x.stride(0), x.stride(1), scales.numel(), heads,
             dim // GROUP, cos.shape[-1], -1.0 if inverse else 1.0, LINES=LINES, GROUP=GROUP,
         )  # fmt: skip
     return codes, scales
