@@ -33,8 +33,11 @@ DEVICE T inclusive_sum(T value, Shared& s) {
     __syncthreads();
     if (lane == 31) s.warp_sums[warp] = value;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) value += i < warp ? static_cast<T>(s.warp_sums[i]) : 0;
+    u64 before = lane < warp ? s.warp_sums[lane] : 0;  // both halves of a T of 64 bits are sums of their own
+    value += __reduce_add_sync(0xFFFFFFFFu, static_cast<u32>(before));
+    if (sizeof(T) == 8) {
+        value += static_cast<T>(__reduce_add_sync(0xFFFFFFFFu, static_cast<u32>(before >> 32))) << sizeof(T) * 4;
+    }
     return value;
 }
 
@@ -43,10 +46,8 @@ DEVICE u32 block_sum(u32 warp_count, Shared& s) {
     __syncthreads();
     if (threadIdx.x % 32 == 0) s.warp_sums[threadIdx.x / 32] = warp_count;
     __syncthreads();
-    u32 sum = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) sum += static_cast<u32>(s.warp_sums[i]);
-    return sum;
+    u32 lane = threadIdx.x % 32;
+    return __reduce_add_sync(0xFFFFFFFFu, lane < WARPS ? static_cast<u32>(s.warp_sums[lane]) : 0);
 }
 
 // The bin (s.digit) with the wanted-th largest of what the histograms of RANKS blocks counted, EACH bins a thread;

@@ -139,6 +139,18 @@ DEVICE u32 find_bound(const uint4* words, int vectors, u32 wanted) {
     return most | low << 1;
 }
 
+// Where this lane's `own` candidates go in its block's list: one addition a warp, as lanes mostly have 3 or fewer.
+DEVICE u32 place_of_own(u32 own, Shared& s) {
+    int lane = threadIdx.x % 32;
+    u32 ones = __ballot_sync(0xFFFFFFFFu, own & 1), twos = __ballot_sync(0xFFFFFFFFu, own & 2);
+    u32 many = __ballot_sync(0xFFFFFFFFu, own > 3), below = (1u << lane) - 1;
+    if ((ones | twos | many) == 0) return 0;
+    if (many != 0) return own == 0 ? 0 : atomicAdd(&s.count, own);
+    u32 first = 0;
+    if (lane == 0) first = atomicAdd(&s.count, __popc(ones) + 2 * __popc(twos));
+    return __shfl_sync(0xFFFFFFFFu, first, 0) + __popc(ones & below) + 2 * __popc(twos & below);
+}
+
 // BODY sees every candidate (key, position) `one`, in the leader: a warp takes the list of a block. The first of each
 // lane are in registers; their key is 0 where there is none.
 #define HELD 4
@@ -308,8 +320,7 @@ KERNEL(THREADS, 1024 / THREADS) CLUSTER_DIMS top_k(const Params p) {
         for (int i = 0; i < 4 * VECTORS; i++) {
             found[i / 16] |= reaches_bf16(pairs[i], bound_value) & (0x00010001u << i % 16);
         }
-        if ((found[0] | found[1]) == 0) continue;
-        u32 place = atomicAdd(&s.count, __popc(found[0]) + __popc(found[1]));
+        u32 place = place_of_own(__popc(found[0]) + __popc(found[1]), s);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             for (u32 bits = found[half]; bits != 0 && place < p.list; bits &= bits - 1, place++) {
