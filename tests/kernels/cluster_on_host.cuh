@@ -18,6 +18,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
+struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Index { int x, y; };
 using std::max;
@@ -149,6 +150,28 @@ static float __shfl_xor_sync(u32, float value, int mask) {
     u32 bits = __float_as_uint(value);
     int lane = threadIdx.x % 32 ^ mask;
     return __uint_as_float(exchange(bits, [=](u64* all) { return (u32)all[lane]; }));
+}
+static void add_released(u32* at) { ++*at; }
+static u32 load_acquired(const u32* at) { u32 value = *at; yield(); return value; }
+static float load_shared_by_all(const float* at) { return *at; }
+static uint4 load_shared_by_all(const u16* at) { uint4 v; memcpy(&v, at, 16); return v; }
+template <bool FIRST_OUT>
+static uint4 load_vector(const u16* at) { uint4 v; memcpy(&v, at, 16); return v; }
+template <bool FIRST_OUT>
+static void store_vector(u16* at, uint4 v) { memcpy(at, &v, 16); }
+static void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    u64 words[3][32], own[3] = {a0 | (u64)a1 << 32, a2 | (u64)a3 << 32, b0 | (u64)b1 << 32};
+    for (int i = 0; i < 3; i++) exchange(own[i], [&](u64* all) { memcpy(words[i], all, sizeof(words[i])); return 0; });
+    auto number = [&](int i, int lane, int word, int half) {
+        return __uint_as_float((u32)(words[i][lane] >> word * 32) >> half * 16 << 16);
+    };
+    int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; i++) {
+        for (int k = 0; k < 16; k++) {
+            float a = number(k / 8, lane / 4 * 4 + k % 8 / 2, i / 2, k % 2);
+            c[i] += a * number(2, (lane % 4 * 2 + i % 2) * 4 + k % 8 / 2, k / 8, k % 2);
+        }
+    }
 }
 static void __syncwarp() { sync(fibers[current].warp->barrier); }
 

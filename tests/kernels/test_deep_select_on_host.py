@@ -17,7 +17,7 @@ from deepinfer.kernels.deep_select import gate, top_k
 from deepinfer.kernels.reference.hyper_connection import hc_post, hc_pre
 from deepinfer.kernels.reference.indexer import top_k_positions
 from deepinfer.kernels.reference.moe import moe_gate
-from deepinfer.kernels.tile_kernels import hyper_connection
+from deepinfer.kernels.tile_kernels import hyper_connection, mix_streams
 from tests.kernels.cases import CASES, INF, NAN, hc_mix, normal
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -187,3 +187,30 @@ def test_hyper_connection(compiled, n: int, dim: int, cluster: int, tokens: int,
     torch.testing.assert_close(outputs[1].float(), expected[0], rtol=1e-2, atol=1e-2)
     for ours, theirs in zip(outputs[2:], expected[1:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "dim", "blocks"), [(5, 512, 1), (150, 512, 1), (40, 1024, 2)])
+@pytest.mark.parametrize("after_sub_layer", [True, False])
+def test_hyper_connection_of_many_tokens(compiled, n: int, dim: int, blocks: int, after_sub_layer: bool):
+    """All slices' blocks run in turns, each warp one or two times."""
+    g = torch.Generator().manual_seed(dim + n)
+    h, y = normal(g, n, 4, dim).bfloat16(), normal(g, n, dim).bfloat16()
+    mix = (y, normal(g, n, 4), torch.rand(n, 4, 4, generator=g)) if after_sub_layer else None
+    p_prev, fn, scale, base, norm, *constants = hc_mix(g, n, 4, dim)
+    norm = norm.bfloat16()
+    after = torch.full_like(h, torch.nan) if mix else h
+    shapes = ((n, 4), (n, 4), (n, 4, 4))
+    outputs = (after, torch.full_like(y, torch.nan), *(torch.full(shape, torch.nan) for shape in shapes))
+    scratch = mix_streams.scratch(n, h.device)
+    scratch[0].fill_(torch.nan)
+    weights = (fn, scale, base, norm)
+    arguments = mix_streams.parameters(h, mix, p_prev, weights, tuple(constants), outputs, scratch, blocks)
+    on_host = compiled(mix_streams.build(dim, mix is not None), "StreamParams")
+    on_host(ctypes.byref(arguments), mix_streams.SLICES * blocks, 1, mix_streams.shared_bytes(dim))
+    if mix:
+        before = hc_post.reference(h.float(), *(t.float() for t in mix)).bfloat16()
+        torch.testing.assert_close(after, before, rtol=1e-2, atol=1e-2)
+    expected = hc_pre.reference(after.float(), p_prev, fn, scale, base, norm.float(), *constants)
+    torch.testing.assert_close(outputs[1].float(), expected[0], rtol=2e-2, atol=1e-2)
+    for ours, theirs in zip(outputs[2:], expected[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

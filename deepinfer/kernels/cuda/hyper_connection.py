@@ -16,6 +16,7 @@ from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.reference import hyper_connection  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
 from deepinfer.kernels.tile_kernels.hyper_connection import mix_few
+from deepinfer.kernels.tile_kernels.mix_streams import mix_many
 
 MAX_HC = 8
 PROGRAMS = 528  # of the second kernel: four a multiprocessor
@@ -189,9 +190,10 @@ def _enter(h, y, post, comb, p_prev, fn, scale, base, norm_weight, sinkhorn_iter
     h, p_prev, fn, scale, base = (t.contiguous() for t in (h, *wide))
     mix = None if y is None else (y.contiguous(), post.contiguous(), comb.contiguous())
     weights = fn, scale, base, norm_weight.contiguous()
-    few = mix_few(h, mix, p_prev, weights, (sinkhorn_iters, hc_eps, rms_eps))
-    if few is not None:
-        return few
+    for mix_in_cuda_cpp in (mix_few, mix_many):
+        mixed = mix_in_cuda_cpp(h, mix, p_prev, weights, (sinkhorn_iters, hc_eps, rms_eps))
+        if mixed is not None:
+            return mixed
     mixes = hc * (2 + hc)
     padded = max(triton.next_power_of_2(mixes + 1), 16)
     # Few tokens: split the columns over many programs. Many tokens: they fill the device by themselves.
@@ -203,12 +205,12 @@ def _enter(h, y, post, comb, p_prev, fn, scale, base, norm_weight, sinkhorn_iter
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=h.device)
 
-    shares, mixed, after = new(parts, n, padded), new(n, dim, dtype=h.dtype), h
+    shares, mixed_in, after = new(parts, n, padded), new(n, dim, dtype=h.dtype), h
     if y is not None:
         y, post, comb, after = y.contiguous(), post.contiguous(), comb.contiguous(), torch.empty_like(h)
     block = min(triton.next_power_of_2(dim), 1024)
     _post_mix[(n, triton.cdiv(dim, block))](
-        h, y, post, comb, p_prev, after, mixed, dim, POST=y is not None, MIX_IN=True, HC=hc, BLOCK=block
+        h, y, post, comb, p_prev, after, mixed_in, dim, POST=y is not None, MIX_IN=True, HC=hc, BLOCK=block
     )
     _products[(token_blocks, parts)](
         after, fn, shares, n, steps, hc * dim,
@@ -218,7 +220,7 @@ def _enter(h, y, post, comb, p_prev, fn, scale, base, norm_weight, sinkhorn_iter
     new_pre, new_post, new_comb = new(n, hc), new(n, hc), new(n, hc, hc)
     block = triton.next_power_of_2(dim)
     _coefficients[(n,)](
-        mixed, shares, scale, base, norm_weight.contiguous(), x, new_pre, new_post, new_comb, n, parts,
+        mixed_in, shares, scale, base, norm_weight.contiguous(), x, new_pre, new_post, new_comb, n, parts,
         sinkhorn_iters, hc_eps, rms_eps, dim,
         HC=hc, SIDE=triton.next_power_of_2(hc), PADDED=padded, PARTS=triton.next_power_of_2(parts), BLOCK=block,
         num_warps=min(max(block // 2048, 1), 4),

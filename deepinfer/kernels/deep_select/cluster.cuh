@@ -160,3 +160,55 @@ DEVICE u32 pack_e4m3(float low, float high) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
     return result;
 }
+
+// 8 BF16 numbers. FIRST_OUT: they are the first to leave the L2 cache.
+template <bool FIRST_OUT>
+DEVICE uint4 load_vector(const u16* at) {
+    if (!FIRST_OUT) return *reinterpret_cast<const uint4*>(at);
+    uint4 v;
+    asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+                 "ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], policy;\n}"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+
+template <bool FIRST_OUT>
+DEVICE void store_vector(u16* at, uint4 v) {
+    if (!FIRST_OUT) {
+        *reinterpret_cast<uint4*>(at) = v;
+        return;
+    }
+    asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+                 "st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, policy;\n}"
+                 :: "l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// c [16, 8] += a [16, 16] b [16, 8] by a warp: rows lane / 4 and + 8; of a and b columns 2 (lane % 4), + 1, and + 8, + 9.
+DEVICE void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Counts that blocks tell each other of what they have written.
+DEVICE void add_released(u32* at) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(at) : "memory"); }
+
+DEVICE u32 load_acquired(const u32* at) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+// Of what another block has written: not from this multiprocessor's cache.
+DEVICE float load_shared_by_all(const float* at) {
+    float value;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+    return value;
+}
+
+DEVICE uint4 load_shared_by_all(const u16* at) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}

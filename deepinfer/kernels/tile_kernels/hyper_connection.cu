@@ -6,17 +6,15 @@
 //
 // Macros: DIM, CLUSTER, TOKENS.
 #include "../deep_select/cluster.cuh"
+#include "sinkhorn.cuh"
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
-#define HC 4
-#define MIXES (HC * (2 + HC))  // three a warp
-#define SUMS (MIXES + 2)       // then the squares of the streams, and of the mix-in
+#define SUMS (MIXES + 2)       // products, three a warp, then the squares of the streams, and of the mix-in
 #define OWN (DIM / CLUSTER)    // columns of a block
 #define QUADS (OWN / 4)
 #define STEPS ((HC * QUADS + 31) / 32)  // of a warp over all columns of a block
 #define AHEAD (STEPS < 5 ? STEPS : 5)   // steps whose weights are on their way before the streams are
-#define ALL 0xFFFFFFFFu
 
 struct MixParams {
     const u16* h;  // [rows, HC, DIM]
@@ -64,51 +62,15 @@ DEVICE uint4 load_weights(const MixParams& p, u32 rank, int step, int i) {
 }
 
 // Coefficients of a token out of the sums of all blocks, by a warp.
-DEVICE void coefficients(const MixParams& p, const float* sums, int token, long long row) {
-    int lane = threadIdx.x % 32;
+DEVICE void coefficients_of(const MixParams& p, const float* sums, int token, long long row) {
     float product = 0, squares = 0;
     for (int other = 0; other < CLUSTER; other++) {
         const float* part = sums + (other * TOKENS + token) * SUMS;
-        product += part[min(lane, MIXES - 1)];
+        product += part[min(threadIdx.x % 32, MIXES - 1)];
         squares += part[MIXES];
     }
-    int kind = lane < HC ? 0 : lane < 2 * HC ? 1 : 2;
-    float u = product * rsqrtf(squares / (HC * DIM) + p.rms_eps) * p.scale[kind] + p.base[min(lane, MIXES - 1)];
-    float gate = 1.0f / (1.0f + fast_exp(-u));
-    if (kind == 0) p.new_pre[row * HC + lane] = gate + p.hc_eps;
-    if (kind == 1) p.new_post[row * HC + lane - HC] = 2.0f * gate;
-    float c[HC][HC];
-#pragma unroll
-    for (int i = 0; i < HC * HC; i++) c[i / HC][i % HC] = __shfl_sync(ALL, u, 2 * HC + i);
-#pragma unroll
-    for (int i = 0; i < HC; i++) {
-        float most = fmaxf(fmaxf(c[i][0], c[i][1]), fmaxf(c[i][2], c[i][3]));
-#pragma unroll
-        for (int j = 0; j < HC; j++) c[i][j] = fast_exp(c[i][j] - most);
-        float inverse = 1.0f / ((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
-#pragma unroll
-        for (int j = 0; j < HC; j++) c[i][j] = c[i][j] * inverse + p.hc_eps;
-    }
-    for (int iteration = 0; iteration < p.iterations; iteration++) {
-        if (iteration > 0) {
-#pragma unroll
-            for (int i = 0; i < HC; i++) {
-                float inverse = fast_reciprocal((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]) + p.hc_eps);
-#pragma unroll
-                for (int j = 0; j < HC; j++) c[i][j] *= inverse;
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < HC; j++) {
-            float inverse = fast_reciprocal((c[0][j] + c[1][j]) + (c[2][j] + c[3][j]) + p.hc_eps);
-#pragma unroll
-            for (int i = 0; i < HC; i++) c[i][j] *= inverse;
-        }
-    }
-    if (lane == 0) {
-#pragma unroll
-        for (int i = 0; i < HC * HC; i++) p.new_comb[row * HC * HC + i] = c[i / HC][i % HC];
-    }
+    Coefficients to = {p.scale, p.base, p.new_pre + row * HC, p.new_post + row * HC, p.new_comb + row * HC * HC};
+    coefficients(to, product * rsqrtf(squares / (HC * DIM) + p.rms_eps), p.iterations, p.hc_eps);
 }
 
 KERNEL(THREADS, 1) CLUSTER_DIMS mix(const MixParams p) {
@@ -234,7 +196,7 @@ KERNEL(THREADS, 1) CLUSTER_DIMS mix(const MixParams p) {
 
     int token = rank;  // the one whose coefficients this block finds
     if (warp == WARPS - 1 && token < TOKENS && first_row + token < p.rows) {
-        coefficients(p, sums, token, first_row + token);
+        coefficients_of(p, sums, token, first_row + token);
     }
     for (int q = thread; q < TOKENS * QUADS; q += THREADS) {
         int token = q / QUADS, quad = q % QUADS, row = first_row + token;

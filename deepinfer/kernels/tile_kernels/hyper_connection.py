@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 HC, SUMS, THREADS = 4, 26, 256
 MOST_TOKENS = 64  # more are faster in three kernels that use the tensor cores
 CLUSTER = 8  # the largest that every card takes
+Mix = tuple[Tensor, Tensor, Tensor]  # y, post, comb
+Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # fn, scale, base, norm_weight
 
 
 class _Params(ctypes.Structure):
@@ -76,9 +78,9 @@ def _kernels(dim: int, cluster: int, device: int) -> dict[int, Kernel]:
 
 def parameters(
     h: Tensor,
-    mix: tuple[Tensor, Tensor, Tensor] | None,
+    mix: Mix | None,
     p_prev: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: Weights,
     constants: tuple[int, float, float],
     outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> _Params:
@@ -89,9 +91,9 @@ def parameters(
 
 def mix_few(
     h: Tensor,
-    mix: tuple[Tensor, Tensor, Tensor] | None,
+    mix: Mix | None,
     p_prev: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: Weights,
     constants: tuple[int, float, float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
     """(h', x, pre, post, comb) of `hc_post_pre`, or of `hc_pre` without mix = (y, post, comb): then h' is h.
