@@ -84,6 +84,13 @@ static u32 round_e4m3(float x) {
 }
 static u32 pack_e4m3(float low, float high) { return round_e4m3(low) | round_e4m3(high) << 8; }
 
+static void widen_e4m3(u32 codes, float* value) {
+    for (int i = 0; i < 4; i++) {
+        u32 code = codes >> 8 * i & 255, exponent = code >> 3 & 15;
+        float size = std::ldexp(exponent ? 8 + code % 8 : code % 8, (exponent ? exponent : 1) - 10);
+        value[i] = code % 128 == 127 ? NAN : code >= 128 ? -size : size;
+    }
+}
 static void yield() {
     if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
 }
@@ -138,6 +145,9 @@ static u32 __ballot_sync(u32, bool value) {
 }
 static u32 __shfl_sync(u32, u32 value, int lane) {
     return exchange(value, [=](u64* all) { return (u32)all[lane]; });
+}
+static long long __shfl_sync(u32, long long value, int lane) {
+    return exchange(value, [=](u64* all) { return (long long)all[lane]; });
 }
 static float __shfl_sync(u32, float value, int lane) {
     return __uint_as_float(exchange(__float_as_uint(value), [=](u64* all) { return (u32)all[lane]; }));

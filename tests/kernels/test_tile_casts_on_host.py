@@ -1,4 +1,4 @@
-"""The CUDA C++ casts compiled for the CPU, bit for bit against the reference: no GPU needed."""
+"""The CUDA C++ casts and the gather of rows compiled for the CPU, bit for bit against the reference: no GPU needed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from deepinfer.kernels.reference.basic import rms_norm, rope, swiglu
+from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows
 from deepinfer.kernels.reference.casts import cast_groups
-from deepinfer.kernels.tile_kernels import casts
+from deepinfer.kernels.tile_kernels import casts, gather_rows
 from tests.kernels.cases import INF, NAN, normal
 from tests.kernels.test_deep_select_on_host import COMPILER, compiled  # noqa: F401  (a fixture)
 
@@ -108,3 +109,16 @@ def test_a_quotient_is_that_of_a_division():
     near = x * inverse
     rest = (x.double() - near.double() * scale.double()).float()
     assert torch.equal((near.double() + rest.double() * inverse.double()).float(), x / scale)
+
+
+def test_gathered_rows(compiled):  # noqa: F811
+    """All codes and all scales, in pages with room between the rows."""
+    g = torch.Generator().manual_seed(0)
+    table = torch.randint(0, 256, (3, 20, 280), dtype=torch.uint8, generator=g)[:, :16, 8:272]
+    slots = torch.randint(-1, 48, (70,), generator=g)
+    out = torch.full((70, gather_rows.DIM), torch.nan, dtype=torch.bfloat16)
+    blocks = -(-70 // (gather_rows.ROWS * gather_rows.WARPS))
+    on_host = compiled(gather_rows.build(), "GatherParams")
+    on_host(ctypes.byref(gather_rows.parameters(table, slots, out)), blocks, 1, 16)
+    expected = load_rows.reference(table, slots.clamp_min(0), RowFormat.FP8, gather_rows.DIM, torch.bfloat16)
+    assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))

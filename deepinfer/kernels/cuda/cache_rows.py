@@ -28,6 +28,7 @@ from deepinfer.kernels.cuda.formats import (
 from deepinfer.kernels.reference import basic, cache_rows  # noqa: F401  (define the operations)
 from deepinfer.kernels.reference.cache_rows import RowFormat
 from deepinfer.kernels.registry import backend
+from deepinfer.kernels.tile_kernels import gather_rows
 
 GROUP = {RowFormat.FP8: 32, RowFormat.MXFP4: 32, RowFormat.NVFP4: 16}
 
@@ -139,6 +140,10 @@ def load_rows(cache: Tensor, slots: Tensor, row_format: RowFormat, dim: int, dty
     kind = cache_kind(cache, row_format)
     if kind is None or dtype not in (torch.float32, torch.bfloat16) or (kind and dim % GROUP[row_format]):
         return NotImplemented
+    if kind and row_format is RowFormat.FP8 and dim == gather_rows.DIM and dtype is torch.bfloat16:
+        gathered = gather_rows.gather_rows(cache, slots.contiguous())
+        if gathered is not None:
+            return gathered
     out = torch.empty(*slots.shape, dim, dtype=dtype, device=cache.device)
     n, width = slots.numel(), max(triton.next_power_of_2(dim), 32)
     if not n:

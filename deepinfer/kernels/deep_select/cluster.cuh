@@ -161,6 +161,16 @@ DEVICE u32 pack_e4m3(float low, float high) {
     return result;
 }
 
+// Values of four E4M3 codes.
+DEVICE void widen_e4m3(u32 codes, float* value) {
+    asm("{\n.reg .b16 low, high, a, b, c, d;\n.reg .b32 first, second;\n"
+        "mov.b32 {low, high}, %4;\n"
+        "cvt.rn.f16x2.e4m3x2 first, low;\ncvt.rn.f16x2.e4m3x2 second, high;\n"
+        "mov.b32 {a, b}, first;\nmov.b32 {c, d}, second;\n"
+        "cvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\ncvt.f32.f16 %2, c;\ncvt.f32.f16 %3, d;\n}"
+        : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3]) : "r"(codes));
+}
+
 // 8 BF16 numbers. FIRST_OUT: they are the first to leave the L2 cache.
 template <bool FIRST_OUT>
 DEVICE uint4 load_vector(const u16* at) {
