@@ -220,6 +220,7 @@ static u32 reaches_bf16(u32 a, u32 b) {
     return (low ? 0xFFFF : 0) | (high ? 0xFFFF0000 : 0);
 }
 static u32 upper_halves(u32 low, u32 high) { return low >> 16 | (high & 0xFFFF0000); }
+static u32 __funnelshift_l(u32 low, u32 high, int step) { return high << step | low >> (32 - step); }
 static int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 
 static std::mt19937* shuffles = nullptr;  // where threads should take turns in a random order

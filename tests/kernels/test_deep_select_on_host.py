@@ -148,6 +148,10 @@ def test_gate(compiled):
     cases.append((torch.zeros(3, 100), torch.zeros(100), 8, True, 2.5))
     g = torch.Generator().manual_seed(1)
     cases.append((normal(g, 20, 384).round(), torch.zeros(384), 6, True, 2.5))
+    cases.append((normal(g, 31, 384) * 3, normal(g, 31, 384), 6, True, 2.5))  # an odd number of rows, a bias for each
+    mixed = normal(g, 9, 128)
+    mixed[2], mixed[3, 7], mixed[5] = 0.5, NAN, -INF  # beside rows that need no more than their best
+    cases.append((mixed, normal(g, 128).round(), 8, True, 1.0))
     cases.append((normal(g, 20, 384) * 60, normal(g, 384), 6, False, 1.0))  # some scores are infinite at first
     cases.append((normal(g, 20, 384).masked_fill(torch.arange(384) % 3 > 0, -INF), normal(g, 384), 6, True, 1.0))
     for logits, bias, k, normalise, scaling in cases:
@@ -159,7 +163,7 @@ def test_gate(compiled):
             on_host(ctypes.byref(arguments), arguments.blocks, 1, gate.SHARED_BYTES)
         expected = moe_gate.reference(logits, bias, k, normalise, scaling)
         assert torch.equal(chosen, expected[0])
-        torch.testing.assert_close(gates, expected[1], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(gates, expected[1], rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,20 @@
 // Gate of a mixture of experts: sqrt-softplus scores, the k experts with the largest score plus bias, and their gates.
 //
-// A warp takes a row. Three special functions an expert give its score to within `margin`. The k-th largest of the lanes'
-// maxima is then a lower bound that hardly more than k experts reach; those go to a lane each, which finds the exact score
-// and counts how many are ahead of its own. Rows with infinities, NaN or many equal experts take the exact score of all.
-// Of equal experts the first are chosen.
+// Half a warp takes a row, so that what is done once a row is done for two at a time. Three special functions an expert
+// give its score to within 0.002. The k-th largest of the lanes' maxima is then a lower bound that hardly more than k
+// experts reach; those go to a lane each, which finds the exact score and counts how many are ahead of its own. Rows with
+// infinities, NaN or many equal experts take the exact score of all, by a whole warp. Of equal experts the first are
+// chosen.
 //
 // Macros: EXPERTS, K, and CLUSTER = 1 for cluster.cuh.
 #include "cluster.cuh"
 
-#define THREADS 256
+#define THREADS 128
 #define WARPS (THREADS / 32)
-#define OWN ((EXPERTS + 31) / 32)  // experts of a lane: lane, lane + 32, ...
+#define LANES 16  // of a row
+#define FOURS ((EXPERTS + 4 * LANES - 1) / (4 * LANES))  // groups of four adjacent experts of a lane
+#define OWN (4 * FOURS)  // experts of a lane
+#define OF_ALL ((EXPERTS + 31) / 32)  // of a lane of a whole warp: lane, lane + 32, ...
 #define ALL 0xFFFFFFFFu
 
 struct GateParams {
@@ -50,12 +54,29 @@ struct Choice {
     float score;
 };
 
+// The i-th of a lane's experts.
+DEVICE int expert_of(int i) { return i / 4 * (4 * LANES) + threadIdx.x % LANES * 4 + i % 4; }
+
+// A lane's experts of a row, `none` past the last.
+DEVICE void load_own(const float* row, float none, float (&value)[OWN]) {
+#pragma unroll
+    for (int i = 0; i < FOURS; i++) {
+#if EXPERTS % (4 * LANES) == 0
+        float4 four = *reinterpret_cast<const float4*>(row + expert_of(4 * i));
+        value[4 * i] = four.x, value[4 * i + 1] = four.y, value[4 * i + 2] = four.z, value[4 * i + 3] = four.w;
+#else
+#pragma unroll
+        for (int j = 4 * i; j < 4 * i + 4; j++) value[j] = expert_of(j) < EXPERTS ? row[expert_of(j)] : none;
+#endif
+    }
+}
+
 // The best, k times.
 DEVICE Choice choose_among_all(const float* logits, const float* bias) {
     int lane = threadIdx.x % 32;
-    u32 key[OWN];
+    u32 key[OF_ALL];
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
+    for (int i = 0; i < OF_ALL; i++) {
         int expert = lane + 32 * i;
         key[i] = expert < EXPERTS ? key_of(score_of(logits[expert]) + bias[expert]) : 0;
     }
@@ -63,107 +84,128 @@ DEVICE Choice choose_among_all(const float* logits, const float* bias) {
     for (int i = 0; i < K; i++) {
         u32 best = 0, at = ALL;
 #pragma unroll
-        for (int j = 0; j < OWN; j++) {
+        for (int j = 0; j < OF_ALL; j++) {
             if (key[j] > best) best = key[j], at = lane + 32 * j;
         }
         u32 most = __reduce_max_sync(ALL, best);
         u32 first = __reduce_min_sync(ALL, best == most ? at : ALL);
         if (lane == i) own.expert = first;
 #pragma unroll
-        for (int j = 0; j < OWN; j++) key[j] = lane + 32 * j == first ? 0 : key[j];
+        for (int j = 0; j < OF_ALL; j++) key[j] = lane + 32 * j == first ? 0 : key[j];
     }
     own.score = score_of(logits[own.expert]);
     return own;
 }
 
-KERNEL(THREADS, 4) gate(const GateParams p) {
-    SHARED_MEMORY(memory);
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    u32* list = reinterpret_cast<u32*>(memory) + 32 * warp;  // experts that reach the bound
-    float bias[OWN], x[OWN], near[OWN];
-    int row = blockIdx.x * WARPS + warp;
-    follow_launch_before();
+// Gates of the chosen ones of a row, which WIDTH lanes have.
+template <int WIDTH>
+DEVICE void write(const GateParams& p, int row, const Choice& own, bool listed) {
+    bool chosen = listed && own.rank < K;
+    float gate = chosen ? own.score : 0;
+    if (p.normalise) {
+        float sum = gate;
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        bool inside = lane + 32 * i < EXPERTS;
-        x[i] = inside && row < p.rows ? p.logits[static_cast<long long>(row) * EXPERTS + lane + 32 * i] : 0;
-        bias[i] = inside && p.bias_stride == 0 ? p.bias[lane + 32 * i] : 0;
+        for (int step = WIDTH / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
+        gate *= fast_reciprocal(sum + 1e-20f);
     }
-    for (; row < p.rows; row += p.blocks * WARPS) {
-        const float* logits = p.logits + static_cast<long long>(row) * EXPERTS;
-        const float* row_bias = p.bias + static_cast<long long>(row) * p.bias_stride;
-        if (p.bias_stride != 0) {
-#pragma unroll
-            for (int i = 0; i < OWN; i++) bias[i] = lane + 32 * i < EXPERTS ? row_bias[lane + 32 * i] : 0;
-        }
+    if (chosen) {
+        p.chosen[row * K + own.rank] = own.expert;
+        p.gates[row * K + own.rank] = gate * p.scaling;
+    }
+}
+
+KERNEL(THREADS, 5) gate(const GateParams p) {
+    SHARED_MEMORY(memory);
+    int lane = threadIdx.x % LANES, half = threadIdx.x % 32 / LANES, warp = threadIdx.x / 32;
+    u32* list = reinterpret_cast<u32*>(memory) + 2 * LANES * (2 * warp + half);  // experts that reach the bound,
+    u32* keys = list + LANES;  // and what they are ordered by
+    float x[OWN], near[OWN];
+    int pair = blockIdx.x * WARPS + warp, pairs = (p.rows + 1) / 2, stride = p.blocks * WARPS;
+    follow_launch_before();
+    if (pair < pairs) load_own(p.logits + static_cast<long long>(min(2 * pair + half, p.rows - 1)) * EXPERTS, 0, x);
+    for (; pair < pairs; pair += stride) {
+        long long row = min(2 * pair + half, p.rows - 1);  // the last of an odd number by both halves
+        const float* logits = p.logits + row * EXPERTS;
+        const float* bias = p.bias + row * p.bias_stride;
+        load_own(bias, __uint_as_float(0xFF800000u), near);
         float largest = __uint_as_float(0xFF800000u);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            near[i] = lane + 32 * i < EXPERTS ? near_score(x[i]) + bias[i] : __uint_as_float(0xFF800000u);
+            near[i] += near_score(x[i]);
             largest = larger_or_nan(largest, near[i]);
         }
-        if (row + p.blocks * WARPS < p.rows) {  // the next row is on its way meanwhile
-            const float* next = logits + static_cast<long long>(p.blocks) * WARPS * EXPERTS;
-#pragma unroll
-            for (int i = 0; i < OWN; i++) x[i] = lane + 32 * i < EXPERTS ? next[lane + 32 * i] : 0;
+        if (pair + stride < pairs) {  // the next rows are on their way meanwhile
+            load_own(p.logits + static_cast<long long>(min(2 * (pair + stride) + half, p.rows - 1)) * EXPERTS, 0, x);
         }
         u32 bits = __float_as_uint(largest);
         u32 key = bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
-        u32 most = __reduce_max_sync(ALL, key), bound = most;
+        u32 left[2] = {half == 0 ? key : 0, half == 1 ? key : 0}, most[2], bound[2];
 #pragma unroll
-        for (int i = 1; i < K; i++) {
-            if (key == bound) key = 0;
-            bound = __reduce_max_sync(ALL, key);
-        }
-        int count = 33;
-        if (most < 0xFF800000u && bound > 0x007FFFFFu) {  // all finite
-            float least = __uint_as_float(bound >> 31 ? bound & 0x7FFFFFFFu : ~bound);
-            least -= 4e-3f + fabsf(least) * 1e-6f;
-            u32 reach = 0;
+        for (int i = 0; i < K; i++) {
 #pragma unroll
-            for (int i = 0; i < OWN; i++) reach |= near[i] >= least ? 1u << i : 0;
-            count = 0;
-            for (u32 lanes = __ballot_sync(ALL, reach != 0); lanes != 0; lanes = __ballot_sync(ALL, reach != 0)) {
-                int place = count + __popc(lanes & (1u << lane) - 1);
-                if (reach != 0 && place < 32) list[place] = lane + 32 * (__ffs(reach) - 1);
-                reach &= reach - 1;
-                count += __popc(lanes);
+            for (int h = 0; h < 2; h++) {
+                bound[h] = __reduce_max_sync(ALL, left[h]);
+                if (i == 0) most[h] = bound[h];
+                if (left[h] == bound[h]) left[h] = 0;
             }
-            __syncwarp();
         }
+        u32 own_most = half == 0 ? most[0] : most[1], own_bound = half == 0 ? bound[0] : bound[1], reach = 0;
+        bool finite = own_most < 0xFF800000u && own_bound > 0x007FFFFFu;
+        float least = __uint_as_float(own_bound >> 31 ? own_bound & 0x7FFFFFFFu : ~own_bound);
+        least -= 4e-3f + fabsf(least) * 1e-6f;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) reach = __funnelshift_l(__float_as_uint(near[i] - least), reach, 1);
+        reach = finite ? ~reach << (32 - OWN) : 0;  // the first expert's is the highest bit
+        // Places in the list: lanes have up to 7 experts, one of more is left to a whole warp.
+        int own_count = __popc(reach), shift = LANES * half;
+        u32 ones = __ballot_sync(ALL, own_count & 1) >> shift & 0xFFFF;
+        u32 twos = __ballot_sync(ALL, own_count & 2) >> shift & 0xFFFF;
+        u32 fours = __ballot_sync(ALL, own_count & 4) >> shift & 0xFFFF;
+        u32 many = __ballot_sync(ALL, own_count > 7) >> shift & 0xFFFF;
+        u32 below = (1u << lane) - 1;
+        int count = __popc(ones) + 2 * __popc(twos) + 4 * __popc(fours);
+        int place = __popc(ones & below) + 2 * __popc(twos & below) + 4 * __popc(fours & below);
+        bool listed = finite && many == 0 && count <= LANES;
+        for (u32 left_over = listed ? reach : 0; left_over != 0; place++) {
+            int i = __clz(left_over);
+            list[place] = expert_of(i);
+            left_over ^= 0x80000000u >> i;
+        }
+        __syncwarp();
         Choice own;
-        if (count <= 32) {
-            own.expert = lane < count ? list[lane] : 0;
-            own.score = score_of(logits[own.expert]);
-            u32 exact = lane < count ? key_of(own.score + row_bias[own.expert]) : 0;
-            own.rank = 32;
-            u32 left = exact;
+        bool has = listed && lane < count;
+        own.expert = has ? list[lane] : 0;
+        own.score = score_of(logits[own.expert]);
+        u32 exact = has ? key_of(own.score + bias[own.expert]) : 0;
+        keys[lane] = exact;
+        __syncwarp();
+        own.rank = has ? 0 : 32;
 #pragma unroll
-            for (int i = 0; i < K; i++) {
-                u32 best = __reduce_max_sync(ALL, left);
-                if (left == best) own.rank = i, left = 0;
-            }
-            if (__popc(__ballot_sync(ALL, own.rank < K)) != K) {  // equal ones
-                own.rank = exact != 0 ? 0 : 32;
-                for (int i = 0; i < count; i++) {
-                    u32 other = __shfl_sync(ALL, exact, i), expert = __shfl_sync(ALL, static_cast<u32>(own.expert), i);
-                    own.rank += other > exact || (other == exact && expert < static_cast<u32>(own.expert));
-                }
-            }
-        } else {
-            own = choose_among_all(logits, row_bias);
+        for (int i = 0; i < LANES; i += 4) {
+            uint4 others = *reinterpret_cast<const uint4*>(keys + i);
+            own.rank += others.x > exact, own.rank += others.y > exact;
+            own.rank += others.z > exact, own.rank += others.w > exact;
         }
-        bool chosen = own.rank < K;
-        float gate = chosen ? own.score : 0;
-        if (p.normalise) {
-            float sum = gate;
-#pragma unroll
-            for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
-            gate = gate / (sum + 1e-20f);
+        // Every rank once, or there are equal ones.
+        u32 ranks = __reduce_add_sync(ALL, own.rank < K && K <= LANES ? (1u << own.rank) << shift : 0);
+        bool differ = (ranks >> shift & 0xFFFF) == (1u << K) - 1;
+        if (__ballot_sync(ALL, listed && !differ) != 0) {
+            int rank = has ? 0 : 32;
+            for (int i = 0; i < LANES; i++) {
+                u32 other = keys[i], expert = __shfl_sync(ALL, static_cast<u32>(own.expert), shift + i);
+                rank += other > exact || (other == exact && expert < static_cast<u32>(own.expert));
+            }
+            own.rank = rank;
         }
-        if (chosen) {
-            p.chosen[row * K + own.rank] = own.expert;
-            p.gates[row * K + own.rank] = gate * p.scaling;
+        write<LANES>(p, row, own, listed);
+        u32 unlisted = __ballot_sync(ALL, !listed);
+#pragma unroll 1
+        for (int h = 0; h < 2 && unlisted != 0; h++) {
+            if ((unlisted >> LANES * h & 1) == 0) continue;
+            int of_half = min(2 * pair + h, p.rows - 1);
+            const float* row_logits = p.logits + static_cast<long long>(of_half) * EXPERTS;
+            const float* row_bias = p.bias + static_cast<long long>(of_half) * p.bias_stride;
+            write<32>(p, of_half, choose_among_all(row_logits, row_bias), true);
         }
         __syncwarp();
     }

@@ -15,9 +15,10 @@ from deepinfer.kernels.deep_select.top_k import is_hopper
 
 logger = logging.getLogger(__name__)
 
-WARPS = 8  # rows of a block at a time
-SHARED_BYTES = WARPS * 32 * 4
-LARGEST_K, MOST_EXPERTS = 32, 1024
+WARPS, ROWS = 4, 8  # of a block, rows at a time
+BLOCKS = 5  # of a multiprocessor
+SHARED_BYTES = WARPS * 64 * 4
+LARGEST_K, MOST_EXPERTS = 32, 512
 
 
 class _Params(ctypes.Structure):
@@ -66,7 +67,7 @@ def parameters(
     rows, experts = logits.shape
     return _Params(
         logits.data_ptr(), bias.data_ptr(), chosen.data_ptr(), gates.data_ptr(), rows,
-        experts if bias.dim() == 2 else 0, max(min(-(-rows // WARPS), most_blocks), 1), normalise, scaling,
+        experts if bias.dim() == 2 else 0, max(min(-(-rows // ROWS), most_blocks), 1), normalise, scaling,
     )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor] | None:
     """`moe_gate` of contiguous float32 logits [N, E] and bias [E] or [N, E].
 
-    None where the kernel does not run: other cards than Hopper, no compiler, k above 32, more than 1,024 experts.
+    None where the kernel does not run: other cards than Hopper, no compiler, k above 32, more than 512 experts.
     """
     n, experts = logits.shape
     if not logits.is_cuda or k > LARGEST_K or experts > MOST_EXPERTS or not is_hopper(logits.device.index):
@@ -86,6 +87,7 @@ def choose_experts(
     chosen = torch.empty(n, k, dtype=torch.int32, device=logits.device)
     gates = torch.empty(n, k, dtype=torch.float32, device=logits.device)
     if n:
-        arguments = parameters(logits, bias, chosen, gates, normalise, scaling, 4 * _processors(logits.device.index))
+        most_blocks = BLOCKS * _processors(logits.device.index)
+        arguments = parameters(logits, bias, chosen, gates, normalise, scaling, most_blocks)
         kernel.launch((arguments.blocks, 1, 1), (32 * WARPS, 1, 1), arguments, starts_early=True)
     return chosen, gates
