@@ -25,6 +25,9 @@ MODULES = (
     "deepinfer.kernels.deep_select.top_k",
     "deepinfer.kernels.deep_select.gate",
     "deepinfer.kernels.tile_kernels.hyper_connection",
+    "deepinfer.kernels.tile_kernels.mix_streams",
+    "deepinfer.kernels.tile_kernels.casts",
+    "deepinfer.kernels.tile_kernels.gather_rows",
 )
 
 

@@ -1,7 +1,7 @@
 // Gate of a mixture of experts: sqrt-softplus scores, the k experts with the largest score plus bias, and their gates.
 //
 // Half a warp takes a row, so that what is done once a row is done for two at a time. Three special functions an expert
-// give its score to within 0.002. The k-th largest of the lanes' maxima is then a lower bound that hardly more than k
+// give its score to within 0.001. The k-th largest of the lanes' maxima is then a lower bound that hardly more than k
 // experts reach; those go to a lane each, which finds the exact score and counts how many are ahead of its own. Rows with
 // infinities, NaN or many equal experts take the exact score of all, by a whole warp. Of equal experts the first are
 // chosen.
@@ -188,7 +188,7 @@ KERNEL(THREADS, 5) gate(const GateParams p) {
         }
         // Every rank once, or there are equal ones.
         u32 ranks = __reduce_add_sync(ALL, own.rank < K && K <= LANES ? (1u << own.rank) << shift : 0);
-        bool differ = (ranks >> shift & 0xFFFF) == (1u << K) - 1;
+        bool differ = (ranks >> shift & 0xFFFF) == (1u << K % 32) - 1;
         if (__ballot_sync(ALL, listed && !differ) != 0) {
             int rank = has ? 0 : 32;
             for (int i = 0; i < LANES; i++) {
