@@ -14,6 +14,8 @@ import deepinfer.kernels.ops  # noqa: F401  (registers the backends)
 from deepinfer.kernels.deep_select.gate import choose_experts
 from deepinfer.kernels.deep_select.top_k import select_top_k
 from deepinfer.kernels.registry import OPERATIONS
+from deepinfer.kernels.tile_kernels import casts
+from deepinfer.kernels.tile_kernels.gather_rows import gather_rows
 from tests.kernels.cases import CASES, hc_mix
 from tests.kernels.test_cuda_kernels import as_bf16
 from tests.kernels.test_ops_backends import copied
@@ -42,12 +44,22 @@ def run_cuda() -> None:
     for logits in (torch.randn(100, 384, device="cuda"), torch.ones(100, 384, device="cuda")):
         assert choose_experts(logits, logits[0], 6, True, 1.0) is not None
     g = torch.Generator().manual_seed(0)
-    for n, dim in ((3, 384), (9, 5120), (70, 384), (70, 5120)):
+    for n, dim in ((3, 384), (9, 5120), (70, 384), (70, 5120), (150, 512)):
         p_prev, fn, scale, base, norm, *rest = hc_mix(g, n, 4, dim)
         wide = [t.cuda() for t in (torch.randn(n, 4), torch.rand(n, 4, 4), p_prev, fn, scale, base)]
         h, y = torch.randn(n, 4, dim, device="cuda").bfloat16(), torch.randn(n, dim, device="cuda").bfloat16()
         OPERATIONS["hc_post_pre"](h, y, *wide, norm.bfloat16().cuda(), *rest)
         OPERATIONS["hc_pre"](h, *wide[2:], norm.bfloat16().cuda(), *rest)
+    x = torch.randn(200, 1152, device="cuda").bfloat16()
+    for group in ((1, 1152), (1, 128), (128, 128), (64, 64), (200, 1), (100, 1)):
+        assert all(casts.cast(x, ue8m0, *group) is not None for ue8m0 in (False, True))
+    many = torch.randn(1000, 64, device="cuda").bfloat16()
+    assert casts.cast(many, False, 1000, 1) is not None  # a cluster
+    angles = torch.randn(200, 8, device="cuda")
+    assert casts.norm_cast(x, x[0], 1e-6) is not None and casts.swiglu_cast(x, 10.0) is not None
+    assert casts.rope_cast(x.unflatten(1, (9, 128)), angles, angles, 1.0) is not None
+    table = torch.randint(0, 255, (1, 500, 264), dtype=torch.uint8, device="cuda")
+    assert gather_rows(table, torch.randint(-1, 500, (333,), device="cuda")) is not None
 
 
 def run(name: str) -> int:
