@@ -1,6 +1,7 @@
 """Small launches for compute-sanitizer: python -m tests.kernels.sanitized_operations [NAME ...]; see `names()`.
 
-'cuda' are the kernels in CUDA C++ of selection, gate and mHC; other names are operations, on their cases.
+'cuda', 'tiles' and 'mix' are kernels in CUDA C++: selection and gate, casts and gathered rows, mHC. Other names are
+operations, on their cases.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ SECONDS = 5.0  # of an operation's cases
 def names() -> list[str]:
     """What can be asked for."""
     here = (name for name, op in OPERATIONS.items() if "cuda" in op.backends)
-    return ["cuda", *sorted(name for name in here if not any(word in name for word in ELSEWHERE))]
+    return [*CUDA, *sorted(name for name in here if not any(word in name for word in ELSEWHERE))]
 
 
 def run_cuda() -> None:
-    """Candidates that fit and that do not, short contexts, rows with ends; gates with and without ties; all mHC."""
+    """Candidates that fit and that do not, short contexts, rows with ends; gates with and without ties."""
     for width, k in ((131072, 512), (9000, 512), (300, 8), (129279, 50), (40000, 4096)):
         for dtype in (torch.float32, torch.bfloat16):
             scores = torch.randn(2, width, device="cuda").to(dtype)
@@ -43,13 +44,10 @@ def run_cuda() -> None:
         assert select_top_k(scores, 512) is not None
     for logits in (torch.randn(100, 384, device="cuda"), torch.ones(100, 384, device="cuda")):
         assert choose_experts(logits, logits[0], 6, True, 1.0) is not None
-    g = torch.Generator().manual_seed(0)
-    for n, dim in ((3, 384), (9, 5120), (70, 384), (70, 5120), (150, 512)):
-        p_prev, fn, scale, base, norm, *rest = hc_mix(g, n, 4, dim)
-        wide = [t.cuda() for t in (torch.randn(n, 4), torch.rand(n, 4, 4), p_prev, fn, scale, base)]
-        h, y = torch.randn(n, 4, dim, device="cuda").bfloat16(), torch.randn(n, dim, device="cuda").bfloat16()
-        OPERATIONS["hc_post_pre"](h, y, *wide, norm.bfloat16().cuda(), *rest)
-        OPERATIONS["hc_pre"](h, *wide[2:], norm.bfloat16().cuda(), *rest)
+
+
+def run_tiles() -> None:
+    """Casts of all kinds, and gathered rows."""
     x = torch.randn(200, 1152, device="cuda").bfloat16()
     for group in ((1, 1152), (1, 128), (128, 128), (64, 64), (200, 1), (100, 1)):
         assert all(casts.cast(x, ue8m0, *group) is not None for ue8m0 in (False, True))
@@ -60,6 +58,20 @@ def run_cuda() -> None:
     assert casts.rope_cast(x.unflatten(1, (9, 128)), angles, angles, 1.0) is not None
     table = torch.randint(0, 255, (1, 500, 264), dtype=torch.uint8, device="cuda")
     assert gather_rows(table, torch.randint(-1, 500, (333,), device="cuda")) is not None
+
+
+def run_mix() -> None:
+    """mHC of few and of many tokens."""
+    g = torch.Generator().manual_seed(0)
+    for n, dim in ((3, 384), (9, 5120), (70, 384), (70, 5120), (150, 512)):
+        p_prev, fn, scale, base, norm, *rest = hc_mix(g, n, 4, dim)
+        wide = [t.cuda() for t in (torch.randn(n, 4), torch.rand(n, 4, 4), p_prev, fn, scale, base)]
+        h, y = torch.randn(n, 4, dim, device="cuda").bfloat16(), torch.randn(n, dim, device="cuda").bfloat16()
+        OPERATIONS["hc_post_pre"](h, y, *wide, norm.bfloat16().cuda(), *rest)
+        OPERATIONS["hc_pre"](h, *wide[2:], norm.bfloat16().cuda(), *rest)
+
+
+CUDA = {"cuda": run_cuda, "tiles": run_tiles, "mix": run_mix}
 
 
 def run(name: str) -> int:
@@ -76,5 +88,5 @@ def run(name: str) -> int:
 
 if __name__ == "__main__":
     for chosen in sys.argv[1:] or names():
-        print(chosen, "cases:", run_cuda() if chosen == "cuda" else run(chosen), flush=True)
+        print(chosen, "cases:", CUDA[chosen]() if chosen in CUDA else run(chosen), flush=True)
         torch.cuda.synchronize()

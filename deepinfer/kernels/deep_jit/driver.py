@@ -69,12 +69,17 @@ def launch(
     stream: int,
     parameters: ctypes.Array[ctypes.c_void_p],
     starts_early: bool = False,
+    all_at_once: bool = False,
 ) -> None:
     """Put one launch on `stream` (a CUstream handle). `parameters` point to the arguments, which are copied now.
 
     `starts_early`: the kernel waits itself for the one before (griddepcontrol.wait), which may let it start.
+    `all_at_once`: blocks wait for each other; an error if the card has no room for all.
     """
-    if starts_early:
+    if all_at_once:
+        handle = ctypes.c_void_p(stream)
+        status = _library().cuLaunchCooperativeKernel(function, *grid, *block, shared_bytes, handle, parameters)
+    elif starts_early:
         config = _Config((ctypes.c_uint * 7)(*grid, *block, shared_bytes), stream, ctypes.pointer(_STARTS_EARLY), 1)
         status = _library().cuLaunchKernelEx(ctypes.byref(config), function, parameters, None)
     else:

@@ -50,12 +50,13 @@ class Kernel:
         block: Dim,
         *arguments: ctypes._SimpleCData | ctypes.Structure | ctypes.Array,
         starts_early: bool = False,
+        all_at_once: bool = False,
     ) -> None:
         """Launch on the current stream; may be captured in a CUDA graph once `load` has run. Raises DriverError.
 
-        `starts_early`: see driver.launch.
+        `starts_early`, `all_at_once`: see driver.launch.
         """
         function = self.load()
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = torch.cuda.current_stream().cuda_stream
-        driver.launch(function, grid, block, self.shared_bytes, stream, pointers, starts_early)
+        driver.launch(function, grid, block, self.shared_bytes, stream, pointers, starts_early, all_at_once)

@@ -6,8 +6,8 @@
 //
 // The 16 slices' warps of the same 16 tokens run at about the same time. When they are done with the next ones, each
 // takes one of the tokens: it adds the slices' shares of products and squares in their order, runs Sinkhorn in registers
-// and norms the mix-in, which is still in the L2 cache. So every row moves once between card and memory. All blocks must
-// run at a time, which they do when there is one a multiprocessor: a warp waits for those of the other slices.
+// and norms the mix-in, which is still in the L2 cache. So every row moves once between card and memory. A warp waits for
+// those of the other slices, so all blocks must run at a time: at most one a multiprocessor, in a cooperative launch.
 //
 // Macros: DIM, SLICE = DIM / 16, POST (else the streams are mixed in as they are), ONCE (streams are the first to leave
 // the L2 cache), CLUSTER = 1.

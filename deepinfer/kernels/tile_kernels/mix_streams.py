@@ -98,5 +98,5 @@ def mix_many(
     pre, post, comb = (torch.empty(n, *shape, device=h.device) for shape in ((HC,), (HC,), (HC, HC)))
     outputs, blocks = (after, x, pre, post, comb), min(_blocks_of_a_slice(h.device.index), -(-n // TOKENS))
     arguments = parameters(h, mix, p_prev, weights, constants, outputs, scratch(n, h.device), blocks)
-    kernel.launch((SLICES * blocks, 1, 1), (THREADS, 1, 1), arguments, starts_early=True)
+    kernel.launch((SLICES * blocks, 1, 1), (THREADS, 1, 1), arguments, all_at_once=True)
     return outputs
