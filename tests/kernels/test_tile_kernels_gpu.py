@@ -38,7 +38,7 @@ def test_mix_of_many_tokens(n: int, after_sub_layer: bool):
     )
     h, y = normal(g, n, 4, 5120).bfloat16().cuda(), normal(g, n, 5120).bfloat16().cuda()
     mix = (y, normal(g, n, 4).cuda(), torch.rand(n, 4, 4, generator=g).cuda()) if after_sub_layer else None
-    arguments = h, mix, p_prev, (fn, scale, base, norm.bfloat16()), tuple(constants)
+    arguments = h, mix, p_prev, (fn, scale, base, norm), constants
     result, again = mix_many(*arguments), mix_many(*arguments)
     assert result is not None and again is not None
     assert all(torch.equal(one, other) for one, other in zip(result, again, strict=True))
