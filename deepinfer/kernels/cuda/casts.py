@@ -222,22 +222,25 @@ def cast_groups(x: Tensor, values: str, scales: str, group_rows: int, group_colu
 
 
 @triton.jit
-def _uncast(codes, stored, out, size, dim, height, group, FP4: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    row, column = at // dim, at % dim
-    of_group = row // height * (dim // group) + column // group
-    scale = tl.load(stored + of_group, mask=inside, other=0)
+def _uncast(
+    codes, stored, out, dim, height, groups, group: tl.constexpr,
+    FP4: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Part of a row; its block of rows has `groups` scales."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < dim
+    scale = tl.load(stored + row // height * groups + column // group, mask=inside, other=0)
     if SCALE == UE8M0:
         scale = e8m0_value(scale.to(tl.int32))
     elif SCALE != FLOAT32:
         scale = e4m3_value(scale)
     if FP4:
-        pair = tl.load(codes + at // 2, mask=inside, other=0).to(tl.int32)
-        value = e2m1_value(tl.where(at % 2 == 0, pair, pair >> 4))
+        pair = tl.load(codes + row * (dim // 2) + column // 2, mask=inside, other=0).to(tl.int32)
+        value = e2m1_value(tl.where(column % 2 == 0, pair, pair >> 4))
     else:
-        value = e4m3_value(tl.load(codes + at, mask=inside, other=0))
-    tl.store(out + at, (value * scale).to(out.dtype.element_ty), mask=inside)
+        value = e4m3_value(tl.load(codes + row * dim + column, mask=inside, other=0))
+    tl.store(out + row * dim + column, (value * scale).to(out.dtype.element_ty), mask=inside)
 
 
 @backend("uncast_groups", "cuda")
@@ -249,8 +252,10 @@ def uncast_groups(
     fp4, (n, width) = values == "e2m1", codes.shape
     out = torch.empty(n, 2 * width if fp4 else width, dtype=dtype, device=codes.device)
     if out.numel():
-        _uncast[(triton.cdiv(out.numel(), TILE),)](
-            codes.contiguous(), stored.contiguous(), out, out.numel(), out.shape[1], group_rows, group_columns,
-            FP4=fp4, SCALE=SCALES[scales], BLOCK=TILE,
+        dim = out.shape[1]
+        block = min(triton.next_power_of_2(dim), TILE)
+        _uncast[(n, triton.cdiv(dim, block))](
+            codes.contiguous(), stored.contiguous(), out, dim, group_rows, dim // group_columns, group_columns,
+            FP4=fp4, SCALE=SCALES[scales], BLOCK=block, num_warps=min(max(block // 512, 1), 4),
         )  # fmt: skip
     return out
