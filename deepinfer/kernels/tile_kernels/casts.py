@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -91,8 +92,8 @@ def builds() -> list[Build]:
 
 
 @cache
-def _kernel(name: str, device: int, *arguments: int) -> Kernel | None:
-    kernel = Kernel(globals()[name](*arguments), SHARED_BYTES)
+def _kernel(build: Callable[..., Build], device: int, *arguments: int) -> Kernel | None:
+    kernel = Kernel(build(*arguments), SHARED_BYTES)
     try:
         kernel.load()
     except CompileError as error:
@@ -135,8 +136,8 @@ def cast(x: Tensor, ue8m0: bool, height: int, columns: int) -> tuple[Tensor, Ten
     tiles = groups * (width // strip)
     if not 0 < tiles <= (LARGEST_GRID if height > 1 else MOST_VECTORS // columns):
         return None
-    name, shape = ("lines_build", width) if is_line else ("tiles_build", height)
-    kernel = _kernel(name, x.device.index, shape, columns, ue8m0)
+    build, shape = (lines_build, width) if is_line else (tiles_build, height)
+    kernel = _kernel(build, x.device.index, shape, columns, ue8m0)
     if kernel is None:
         return None
     codes = torch.empty(n, width, dtype=torch.uint8, device=x.device)
@@ -180,7 +181,7 @@ def norm_cast(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | 
     width = x.shape[1]
     if width % GROUP or width > 16384 or not in_vectors(x, weight) or not _runs_on(x):
         return None
-    kernel = _kernel("norm_build", x.device.index, width)
+    kernel = _kernel(norm_build, x.device.index, width)
     return _launch_fused(kernel, width, width // VECTOR, x, (weight, None, None), eps)
 
 
@@ -189,7 +190,7 @@ def swiglu_cast(x: Tensor, limit: float) -> tuple[Tensor, Tensor] | None:
     width = x.shape[1] // 2
     if width % GROUP or not in_vectors(x) or not _runs_on(x):
         return None
-    kernel = _kernel("swiglu_build", x.device.index, width)
+    kernel = _kernel(swiglu_build, x.device.index, width)
     return _launch_fused(kernel, width, 2 * THREADS, x, (None, None, None), limit)
 
 
@@ -199,5 +200,5 @@ def rope_cast(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> tuple[Tensor,
     pairs = cos.shape[1]
     if dim % GROUP or pairs % 4 or not in_vectors(x) or not _runs_on(x):
         return None
-    kernel = _kernel("rope_build", x.device.index, heads, dim, pairs)
+    kernel = _kernel(rope_build, x.device.index, heads, dim, pairs)
     return _launch_fused(kernel, heads * dim, 4 * THREADS, x, (None, cos, sin), sign)
