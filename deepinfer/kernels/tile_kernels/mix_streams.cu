@@ -1,25 +1,24 @@
 // mHC of many tokens: post-mix, mix-in and products with `fn` in one pass over the streams.
 //
 // A block keeps `fn` for SLICE of the DIM columns of every stream in shared memory, as two BF16 terms of each weight, and
-// its warps take 16 tokens at a time, each by itself: a warp loads 32 columns of the streams, mixes them in registers in
-// the layout of the tensor cores' operands, stores them, and multiplies them with `fn`.
+// its warps take 16 tokens at a time, each by itself: a warp loads 32 * TOGETHER columns of the streams, mixes them in
+// registers in the layout of the tensor cores' operands, stores them, and multiplies them with `fn`.
 //
 // The 16 slices' warps of the same 16 tokens run at about the same time. When they are done with the next ones, each
 // takes one of the tokens: it adds the slices' shares of products and squares in their order, runs Sinkhorn in registers
 // and norms the mix-in, which is still in the L2 cache. So every row moves once between card and memory. A warp waits for
 // those of the other slices, so all blocks must run at a time: at most one a multiprocessor, in a cooperative launch.
 //
-// Macros: DIM, SLICE = DIM / 16, POST (else the streams are mixed in as they are), ONCE (streams are the first to leave
-// the L2 cache), CLUSTER = 1.
+// Macros: DIM, SLICE = DIM / 16, THREADS, TOGETHER, POST (else the streams are mixed in as they are), ONCE (streams are
+// the first to leave the L2 cache), CLUSTER = 1.
 #include "../deep_select/cluster.cuh"
 #include "sinkhorn.cuh"
 
-#define THREADS 256
 #define WARPS (THREADS / 32)
 #define TILES (MIXES / 8)
 #define PADDED 32     // floats of a token's share: products, then sums of squares of the streams and of the mix-in
 #define TOKENS 16     // of a warp, and slices
-#define STEPS (SLICE / 32)
+#define STEPS (SLICE / 32)  // of 32 columns
 
 struct StreamParams {
     const u16* h;  // [rows, HC, DIM]
@@ -57,10 +56,64 @@ DEVICE u32& word_of(uint4& words, int i) { return i == 0 ? words.x : i == 1 ? wo
 DEVICE float low_of(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-DEVICE void load_streams(const StreamParams& p, long long row, int column, int token, Streams& s) {
+// 32 columns for each of `streams`, one next to the other: memory likes long pieces of a row.
+DEVICE void load_streams(const StreamParams& p, long long row, int column, int token, Streams (&streams)[TOGETHER]) {
 #pragma unroll
-    for (int j = 0; j < HC; j++) s.h[token][j] = load_vector<ONCE>(p.h + (row * HC + j) * DIM + column);
-    if (POST) s.y[token] = load_vector<ONCE>(p.y + row * DIM + column);
+    for (int j = 0; j < HC; j++) {
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) {
+            streams[i].h[token][j] = load_vector<ONCE>(p.h + (row * HC + j) * DIM + column + 32 * i);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++) {
+        if (POST) streams[i].y[token] = load_vector<ONCE>(p.y + row * DIM + column + 32 * i);
+    }
+}
+
+DEVICE void store_streams(
+    const StreamParams& p, long long row, int column, int token, const Streams& streams, uint4 mixed
+) {
+#pragma unroll
+    for (int j = 0; j < HC; j++) {
+        if (POST) store_vector<ONCE>(p.after + (row * HC + j) * DIM + column, streams.h[token][j]);
+    }
+    store_vector<false>(p.x + row * DIM + column, mixed);
+}
+
+// Post-mixed streams take the place of those before; the mix-in; adds to the sums of their squares.
+DEVICE uint4 mix(const Weights& w, int token, Streams& streams, float& squares, float& of_mixed) {
+    uint4 mixed;
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++) {
+        float low[HC], high[HC], total_low = 0, total_high = 0, y_low = 0, y_high = 0;
+#pragma unroll
+        for (int i = 0; i < HC; i++) {
+            u32 word = word_of(streams.h[token][i], pair);
+            low[i] = low_of(word), high[i] = high_of(word);
+        }
+        if (POST) y_low = low_of(word_of(streams.y[token], pair)), y_high = high_of(word_of(streams.y[token], pair));
+#pragma unroll
+        for (int j = 0; j < HC; j++) {
+            float a = low[j], b = high[j];
+            if (POST) {
+                a = w.post[j] * y_low, b = w.post[j] * y_high;
+#pragma unroll
+                for (int i = 0; i < HC; i++) a += w.comb[i][j] * low[i], b += w.comb[i][j] * high[i];
+                u32 packed = pack_bf16(a, b);
+                word_of(streams.h[token][j], pair) = packed;
+                a = low_of(packed), b = high_of(packed);
+            }
+            total_low += w.p_prev[j] * a, total_high += w.p_prev[j] * b;
+            squares += a * a;
+            squares += b * b;
+        }
+        u32 total = pack_bf16(total_low, total_high);
+        word_of(mixed, pair) = total;
+        of_mixed += low_of(total) * low_of(total);
+        of_mixed += high_of(total) * high_of(total);
+    }
+    return mixed;
 }
 
 DEVICE void load_weights(const StreamParams& p, long long row, Weights& w) {
@@ -152,12 +205,10 @@ KERNEL(THREADS, 1) mix_streams(const StreamParams p) {
     int stride = p.blocks * WARPS * TOKENS;
     int first = (warp * p.blocks + block) * TOKENS, before = -1;
     follow_launch_before();
-    Streams now, next;
-    Weights of_tokens[2];
-#pragma unroll
-    for (int t = 0; t < 2; t++) load_streams(p, min(first + own + 8 * t, p.rows - 1), slice * SLICE + quarter * 8, t, now);
     keep_weights(p, slice, weights);
     __syncthreads();
+    Streams streams[TOGETHER];
+    Weights of_tokens[2];
     for (; first < p.rows; first += stride) {
         int row[2] = {first + own, first + own + 8};
 #pragma unroll
@@ -166,70 +217,32 @@ KERNEL(THREADS, 1) mix_streams(const StreamParams p) {
 #pragma unroll
         for (int i = 0; i < TILES; i++) products[i][0] = products[i][1] = products[i][2] = products[i][3] = 0;
 #pragma unroll 1
-        for (int step = 0; step < STEPS; step++) {
+        for (int step = 0; step < STEPS; step += TOGETHER) {
             int column = slice * SLICE + step * 32 + quarter * 8;
-            bool last = step == STEPS - 1;
-            int ahead = last ? first + stride : first, column_ahead = last ? slice * SLICE + quarter * 8 : column + 32;
-            if (ahead < p.rows) {  // on their way while these are mixed
 #pragma unroll
-                for (int t = 0; t < 2; t++) load_streams(p, min(ahead + own + 8 * t, p.rows - 1), column_ahead, t, next);
-            }
+            for (int t = 0; t < 2; t++) load_streams(p, min(row[t], p.rows - 1), column, t, streams);
+            __syncwarp();  // the compiler moves no load behind it
 #pragma unroll
-            for (int t = 0; t < 2; t++) {
-                const Weights& w = of_tokens[t];
-                uint4 mixed;
+            for (int i = 0; i < TOGETHER; i++) {
 #pragma unroll
-                for (int pair = 0; pair < 4; pair++) {  // mixed pairs take the place of the pairs before
-                    float low[HC], high[HC], total_low = 0, total_high = 0;
-#pragma unroll
-                    for (int i = 0; i < HC; i++) {
-                        low[i] = low_of(word_of(now.h[t][i], pair)), high[i] = high_of(word_of(now.h[t][i], pair));
-                    }
-                    float y_low = 0, y_high = 0;
-                    if (POST) y_low = low_of(word_of(now.y[t], pair)), y_high = high_of(word_of(now.y[t], pair));
-#pragma unroll
-                    for (int j = 0; j < HC; j++) {
-                        float a = low[j], b = high[j];
-                        if (POST) {
-                            a = w.post[j] * y_low, b = w.post[j] * y_high;
-#pragma unroll
-                            for (int i = 0; i < HC; i++) a += w.comb[i][j] * low[i], b += w.comb[i][j] * high[i];
-                            u32 packed = pack_bf16(a, b);
-                            word_of(now.h[t][j], pair) = packed;
-                            a = low_of(packed), b = high_of(packed);
-                        }
-                        total_low += w.p_prev[j] * a, total_high += w.p_prev[j] * b;
-                        squares[t] += a * a;
-                        squares[t] += b * b;
-                    }
-                    u32 total = pack_bf16(total_low, total_high);
-                    word_of(mixed, pair) = total;
-                    of_mixed[t] += low_of(total) * low_of(total);
-                    of_mixed[t] += high_of(total) * high_of(total);
+                for (int t = 0; t < 2; t++) {
+                    uint4 mixed = mix(of_tokens[t], t, streams[i], squares[t], of_mixed[t]);
+                    if (row[t] < p.rows) store_streams(p, row[t], column + 32 * i, t, streams[i], mixed);
                 }
-                if (row[t] < p.rows) {
-                    long long at = row[t];
 #pragma unroll
-                    for (int j = 0; j < HC; j++) {
-                        if (POST) store_vector<ONCE>(p.after + (at * HC + j) * DIM + column, now.h[t][j]);
+                for (int j = 0; j < HC; j++) {
+#pragma unroll
+                    for (int tile = 0; tile < TILES; tile++) {
+                        const uint4* source = weights + ((j * STEPS + step + i) * TILES + tile) * 64 + lane;
+                        uint4 high = source[0], low = source[32];
+                        uint4 a = streams[i].h[0][j], b = streams[i].h[1][j];
+                        multiply_bf16(products[tile], a.x, b.x, a.y, b.y, high.x, high.y);
+                        multiply_bf16(products[tile], a.z, b.z, a.w, b.w, high.z, high.w);
+                        multiply_bf16(products[tile], a.x, b.x, a.y, b.y, low.x, low.y);
+                        multiply_bf16(products[tile], a.z, b.z, a.w, b.w, low.z, low.w);
                     }
-                    store_vector<false>(p.x + at * DIM + column, mixed);
                 }
             }
-#pragma unroll
-            for (int j = 0; j < HC; j++) {
-#pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-                    const uint4* source = weights + ((j * STEPS + step) * TILES + tile) * 64 + lane;
-                    uint4 high = source[0], low = source[32];
-                    uint4 a = now.h[0][j], b = now.h[1][j];
-                    multiply_bf16(products[tile], a.x, b.x, a.y, b.y, high.x, high.y);
-                    multiply_bf16(products[tile], a.z, b.z, a.w, b.w, high.z, high.w);
-                    multiply_bf16(products[tile], a.x, b.x, a.y, b.y, low.x, low.y);
-                    multiply_bf16(products[tile], a.z, b.z, a.w, b.w, low.z, low.w);
-                }
-            }
-            now = next;
         }
 #pragma unroll
         for (int t = 0; t < 2; t++) {

@@ -16,7 +16,7 @@ from deepinfer.kernels.tile_kernels.hyper_connection import HC, Mix, Weights
 
 logger = logging.getLogger(__name__)
 
-SLICES, TOKENS, PADDED, THREADS, WARPS = 16, 16, 32, 256, 8
+SLICES, TOKENS, PADDED, THREADS = 16, 16, 32, 256
 
 
 class _Params(ctypes.Structure):
@@ -32,7 +32,9 @@ class _Params(ctypes.Structure):
 
 
 def build(dim: int, post: bool) -> Build:
-    defines: dict[str, int | str] = {"DIM": dim, "SLICE": dim // SLICES, "POST": int(post), "ONCE": 1, "CLUSTER": 1}
+    width = dim // SLICES
+    shape = {"DIM": dim, "SLICE": width, "THREADS": THREADS, "TOGETHER": 2 if width % 64 == 0 else 1}
+    defines: dict[str, int | str] = {**shape, "POST": int(post), "ONCE": 1, "CLUSTER": 1}
     return Build("mix_streams", Path(__file__).parent / "mix_streams.cu", defines)
 
 
