@@ -36,7 +36,7 @@ def outputs(n: int, width: int, scales: tuple[int, int], ue8m0: bool) -> tuple[t
 @pytest.mark.parametrize(
     ("n", "width", "height", "columns"),
     [(7, 512, 1, 128), (9, 256, 1, 256), (7, 1152, 1, 1152), (3, 1408, 1, 704), (200, 256, 128, 128), (70, 128, 64, 64),
-     (300, 64, 300, 1), (700, 32, 700, 1), (150, 64, 70, 1)],
+     (300, 64, 300, 1), (700, 32, 700, 1), (150, 64, 70, 1), (150, 256, 70, 1)],
 )  # fmt: skip
 def test_casts(compiled, n: int, width: int, height: int, columns: int, ue8m0: bool):  # noqa: F811
     x = hard_rows(n, width)
@@ -45,7 +45,8 @@ def test_casts(compiled, n: int, width: int, height: int, columns: int, ue8m0: b
     if height == 1:
         build, strip = casts.lines_build(width, columns, ue8m0), columns
     else:
-        build, strip = casts.tiles_build(height, columns, ue8m0), casts.STRIP if columns == 1 else columns
+        strip = casts.strip_of(height, columns, width)
+        build = casts.tiles_build(strip, height, columns, ue8m0)
     tiles = groups * (width // strip)
     cluster = build.defines["CLUSTER"]
     ranks, clusters = cluster, tiles

@@ -55,7 +55,16 @@ def test_mix_of_many_tokens(n: int, after_sub_layer: bool):
 @pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize(
     ("n", "height", "columns"),
-    [(1000, 1, 5120), (1000, 1, 128), (1000, 128, 128), (130, 64, 64), (1000, 1000, 1), (4096, 4096, 1), (999, 100, 1)],
+    [
+        (1000, 1, 5120),
+        (1000, 1, 128),
+        (1000, 128, 128),
+        (130, 64, 64),
+        (1000, 1000, 1),
+        (4096, 4096, 1),
+        (999, 100, 1),
+        (999, 200, 1),
+    ],
 )
 def test_casts(n: int, height: int, columns: int, ue8m0: bool):
     x = hard_rows(n, 5120).cuda()

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 VECTOR = 8  # values of a load
 THREADS = 256  # of a block
-STRIP = 32  # columns of a cluster with a scale for each
-CLUSTER, STRIP_ROWS = 8, 512  # blocks of it, and most rows of one
+STRIP, WIDE_STRIP = 32, 128  # columns of a block or cluster with a scale for each; of few rows
+CLUSTER, STRIP_ROWS = 8, 512  # blocks of a cluster, and most rows of one
 GROUP = 32  # values with a scale behind another operation
 SHARED_BYTES = 4096  # at least what any kernel here lays out
 LARGEST_GRID = 65535
@@ -58,15 +58,22 @@ def lines_build(width: int, group: int, ue8m0: bool) -> Build:
     return _build("cast_lines", "casts.cu", UE8M0=int(ue8m0), **shape)
 
 
-def tiles_build(height: int, columns: int, ue8m0: bool) -> Build:
+def strip_of(height: int, columns: int, width: int) -> int:
+    """Columns that a block or a cluster takes."""
+    if columns > 1:
+        return columns
+    return WIDE_STRIP if height <= 128 and width % WIDE_STRIP == 0 else STRIP
+
+
+def tiles_build(strip: int, height: int, columns: int, ue8m0: bool) -> Build:
     """A scale for `height` rows and `columns` columns; columns 1: rows of one block or of a cluster's."""
     if columns > 1:
         shape = {"CHANNELS": 0, "COLUMNS": columns, "ROWS": height, "BLOCKS": 5}
     else:
         cluster = 1 if height <= STRIP_ROWS else CLUSTER
-        at_once = THREADS * VECTOR // STRIP
+        at_once = THREADS * VECTOR // strip
         rows = -(-height // (cluster * at_once)) * at_once
-        shape = {"CHANNELS": 1, "COLUMNS": STRIP, "ROWS": rows, "CLUSTER": cluster, "BLOCKS": 4}
+        shape = {"CHANNELS": 1, "COLUMNS": strip, "ROWS": rows, "CLUSTER": cluster, "BLOCKS": 4}
     return _build("cast_tiles", "casts.cu", UE8M0=int(ue8m0), THREADS=THREADS, **shape)
 
 
@@ -86,7 +93,7 @@ def rope_build(heads: int, dim: int, pairs: int) -> Build:
 def builds() -> list[Build]:
     """What V4.1-Flash would launch: for `deepinfer kernels warmup`."""
     return [
-        lines_build(5120, 5120, False), tiles_build(128, 128, False), tiles_build(4096, 1, False),
+        lines_build(5120, 5120, False), tiles_build(128, 128, 128, False), tiles_build(STRIP, 4096, 1, False),
         norm_build(5120), swiglu_build(2304), rope_build(64, 512, 32),
     ]  # fmt: skip
 
@@ -126,7 +133,8 @@ def cast(x: Tensor, ue8m0: bool, height: int, columns: int) -> tuple[Tensor, Ten
     For groups of a row of 128 values and more, blocks of 64 x 64 and 128 x 128, and columns of up to 4,096 rows. None
     for others, for other types than BF16, rows at odd places, other cards than Hopper, and without a compiler.
     """
-    (n, width), strip = x.shape, STRIP if columns == 1 else columns
+    n, width = x.shape
+    strip = strip_of(height, columns, width)
     is_line = height == 1 and columns >= 128 and columns % VECTOR == 0 and columns <= 16384
     is_block = height == columns in (64, 128)
     is_channel = columns == 1 and 64 <= height <= CLUSTER * STRIP_ROWS
@@ -136,8 +144,8 @@ def cast(x: Tensor, ue8m0: bool, height: int, columns: int) -> tuple[Tensor, Ten
     tiles = groups * (width // strip)
     if not 0 < tiles <= (LARGEST_GRID if height > 1 else MOST_VECTORS // columns):
         return None
-    build, shape = (lines_build, width) if is_line else (tiles_build, height)
-    kernel = _kernel(build, x.device.index, shape, columns, ue8m0)
+    build, shape = (lines_build, (width,)) if is_line else (tiles_build, (strip, height))
+    kernel = _kernel(build, x.device.index, *shape, columns, ue8m0)
     if kernel is None:
         return None
     codes = torch.empty(n, width, dtype=torch.uint8, device=x.device)
