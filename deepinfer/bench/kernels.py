@@ -146,7 +146,14 @@ def cast_cases(tokens: int) -> Iterator[Case]:
     yield "cast to FP8, a scale a token", "cast_groups", 3 * values, cast("e4m3", "float32", 1, DIM)
     yield "cast to FP8, a scale for 128 x 128", "cast_groups", 3 * values, cast("e4m3", "float32", 128, 128)
     yield "cast to FP8, a scale a channel", "cast_groups", 3 * values, cast("e4m3", "float32", tokens, 1)
+    yield "cast to FP8, a scale for 128 tokens of a channel", "cast_groups", 3 * values, cast("e4m3", "float32", 128, 1)
     yield "cast to NVFP4", "cast_groups", tokens * (2 * DIM + fp4), cast("e2m1", "e4m3", 1, 16)
+    codes = torch.randint(0, 126, (tokens, DIM), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(tokens, 1, device="cuda")
+    yield (
+        "back from FP8, a scale a token", "uncast_groups", 3 * values,
+        lambda: (codes.clone(), scales, "e4m3", "float32", 1, DIM, torch.bfloat16),
+    )  # fmt: skip
     yield "RMSNorm + cast to FP8", "norm_cast", 3 * values, lambda: (random(tokens, DIM), norm, 1e-20)
     yield "SwiGLU + cast to FP8", "swiglu_cast", 5 * tokens * INNER, lambda: (random(tokens, 2 * INNER), 10.0)
     yield (
