@@ -35,12 +35,7 @@ from tests.kernels.matrix_cases import (
     relative_error,
 )
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Freed GPU memory holds NaN, so that an output that was not written shows."""
-    if torch.cuda.is_available():
-        torch.full((1 << 26,), float("nan"), device="cuda")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 # ------------------------------------------------------------------ dense
