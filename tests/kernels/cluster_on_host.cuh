@@ -183,8 +183,8 @@ static void enter() {
     yield();
 }
 
-// Runs `kernel` as `rows` clusters of `ranks` blocks, one after the other.
-static void run(int ranks, int rows, int threads, int shared_bytes, const std::function<void()>& kernel) {
+// Runs `kernel` as `rows` clusters of `ranks` blocks, one after the other. False if threads wait for each other for ever.
+static bool run(int ranks, int rows, int threads, int shared_bytes, const std::function<void()>& kernel) {
     body = kernel;
     for (int row = 0; row < rows; row++) {
         fibers = std::vector<Fiber>(ranks * threads);
@@ -206,9 +206,10 @@ static void run(int ranks, int rows, int threads, int shared_bytes, const std::f
         }
         std::vector<int> order(fibers.size());
         std::iota(order.begin(), order.end(), 0);
-        bool alive = true;
+        bool alive = true, moves = true;
         while (alive) {
-            alive = false;
+            if (!moves) return false;
+            alive = moves = false;
             if (shuffles != nullptr) std::shuffle(order.begin(), order.end(), *shuffles);
             for (int next : order) {
                 current = next;
@@ -216,6 +217,7 @@ static void run(int ranks, int rows, int threads, int shared_bytes, const std::f
                 if (fiber.done) continue;
                 alive = true;
                 if (fiber.awaited && fiber.awaited->generation == fiber.awaited_generation) continue;
+                moves = true;
                 threadIdx = {fiber.thread, 0}, blockIdx = {fiber.rank, row};
                 if (_setjmp(scheduler) != 0) continue;
                 if (fiber.started) _longjmp(fiber.place, 1);
@@ -223,4 +225,5 @@ static void run(int ranks, int rows, int threads, int shared_bytes, const std::f
             }
         }
     }
+    return true;
 }

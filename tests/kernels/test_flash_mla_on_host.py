@@ -21,12 +21,12 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 HERE = Path(__file__).parent
 ON_HOST = """
-extern "C" void on_host(const Params* p, int clusters, u32 seed) {
+extern "C" bool on_host(const Params* p, int clusters, u32 seed) {
     TensorMap map = {p->query.base, p->query.token_stride, p->query.head_stride};
     std::mt19937 random(seed);
     shuffles = &random;
     gridDim = {clusters * SPLIT, 1};
-    run(SPLIT, clusters, 384, SHARED_BYTES, [=] { sparse_attention(*p, map); });
+    return run(SPLIT, clusters, 384, SHARED_BYTES, [=] { sparse_attention(*p, map); });
 }
 """
 libraries: dict[Variant, ctypes.CDLL] = {}
@@ -84,7 +84,9 @@ def attend(
         *case.arguments, out, formats=formats, split=split, out_scales=scales, angles=angles, q_norm=q_norm
     )
     items = len(case.q) * case.q.shape[1] // 64
-    library(folder, variant).on_host(ctypes.byref(params), items if split > 1 or clusters is None else clusters, seed)
+    clusters = items if split > 1 or clusters is None else clusters
+    ends = library(folder, variant).on_host(ctypes.byref(params), clusters, seed)
+    assert ends & 1, "threads wait for each other"
     return out, scales
 
 
