@@ -62,12 +62,11 @@ def prepare(
     folder = folder_of(asked["target"])
     with processes(asked["device"]) as (rank, ranks, device):
         check_output_folder(out)
-        turns = sum(
-            1 + len(prompt.later) for part in read_tasks(asked["tasks"], asked["limit"]).values() for prompt in part
-        )
+        sets = read_tasks(asked["tasks"], asked["limit"])
+        turns = sum(1 + len(prompt.later) for prompts in sets.values() for prompt in prompts)
         most = cache_bytes(turns, length, target_shape(folder))
         if cache:  # known before hours of answering
-            check_room(out, most)
+            check_room(out, most - sum(path.stat().st_size for path in (out / "cache").glob("shard-*")))
         if rank == 0 and cache:
             print(f"{turns} prompts: hidden states of at most {most / 2**20:,.1f} MiB", flush=True)
         ask_target({**asked, "device": device}, temperature, out / "answers", rank, ranks)
