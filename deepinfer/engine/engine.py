@@ -106,6 +106,8 @@ class Engine:
             self._slot_tokens = SlotTokens.allocate(config.max_num_seqs + 1, 0, config.device)
         self.outputs = NewOutputs()  # an owner that is done with outputs a step later may set a RequestOutputPool
         self._num_arrived = 0
+        # Of what steps take. What other processes take of a CPU says nothing of a step.
+        self._clock = time.thread_time if config.device == "cpu" else time.monotonic
         self._last_read = 0.0  # when the tokens of the latest step were read
         self._read_prefill = False  # whether it was a prefill step
         self._seeds = np.random.default_rng(config.seed)
@@ -256,7 +258,7 @@ class Engine:
                     self.speculation.before_decode(batch)
                 slots = self.metadata.take(batch.sequences)
                 inputs = build_model_inputs(batch, slots, self.metadata, self.config, self._slot_tokens, self._graphs)
-            start = time.monotonic()
+            start = self._clock()
             bitmask = None
             if not self.overlaps:  # the tokens are known: masks are filled while the model runs
                 num_rows = batch.num_tokens if batch.has_drafts else [1] * len(sequences)
@@ -277,7 +279,7 @@ class Engine:
             slots, device_slots = np.array([s.state_slot for s in sequences], np.int64), None
         starts = np.array([seq.num_computed for seq in batch.sequences])
         self.scheduler.advance(batch)
-        times = (start, time.monotonic())
+        times = (start, self._clock())
         step = LaunchedStep(
             batch, sequences, slots, device_slots, logits, starts, times, num_logits_rows, prompt_logprobs, bitmask
         )
@@ -324,7 +326,7 @@ class Engine:
 
     def _learn_cost(self, step: LaunchedStep) -> None:
         """Tell whoever plans with it how long a step took. Call when its tokens are read."""
-        last_read, self._last_read = self._last_read, time.monotonic()
+        last_read, self._last_read = self._last_read, self._clock()
         start, end = step.launch_time
         behind_prefill, self._read_prefill = self._read_prefill, step.batch.is_prefill
         if not step.batch.is_prefill:
