@@ -10,12 +10,13 @@ import typer
 
 from deepinfer.commands.deepspec_options import (
     ASKED,
+    HEAD_TRAINED,
     MEASURED,
     TRAINED,
     Length,
     Out,
-    Target,
     Temperature,
+    V41Target,
     ask_target,
     check_plot,
     checked_draft,
@@ -169,7 +170,7 @@ def train(
         "deepinfer deepspec attach --target nano --head ./head/model-draft.safetensors --out ./nano-with-head",
     )
 )
-@takes(how=TRAINED)
+@takes(how=HEAD_TRAINED)
 def train_head(
     data: Annotated[list[Path], typer.Option(help="Folder of `prepare`, or with train-N.npy; may be repeated.")],
     out: Annotated[Path, typer.Option(help="model-draft.safetensors and training.json go here.")],
@@ -211,7 +212,7 @@ def train_head(
 def attach(
     head: Annotated[Path, typer.Option(help="model-draft.safetensors of `train-head`.")],
     out: Annotated[Path, typer.Option(help="Where the checkpoint with this head goes; may be the target's folder.")],
-    target: Target = "nano",
+    target: V41Target = "nano",
 ) -> None:
     """Put a trained head into a V4.1 checkpoint; the target's own tensors stay as they are. Calibrate it then."""
     from deepinfer.deepspec.v41_checkpoint import attach_head
