@@ -353,6 +353,22 @@ def test_routed_experts_agree_with_the_reference(tokens, experts, slots, each_ke
 
 @gpu
 @hopper
+def test_experts_of_strided_rows(each_kernel):
+    torch.manual_seed(10)
+    begins, count, total = ranges([20, 30])
+    packed, scales = random_experts(2, 512, 256, 4, "cuda")
+    weights = arrange(packed, scales)
+    x, x_scales = quantize(torch.randn(total, 256, device="cuda"), 1)
+    wide = torch.zeros(total, 512, device="cuda").to(E4M3)
+    wide[:, 128:384] = x
+    out = torch.full((total, 520), float("nan"), dtype=torch.bfloat16, device="cuda")
+    grouped_gemm(wide[:, 128:384], x_scales, begins, count, weights, out[:, :512])
+    assert torch.equal(out[:, :512], grouped_gemm(x, x_scales, begins, count, weights))
+    assert out[:, 512:].isnan().all()
+
+
+@gpu
+@hopper
 def test_broken_rows_of_experts(each_kernel):
     """NaN, infinite and tiny rows of x, NaN and huge rows of weights: what is beside them keeps its bits."""
     torch.manual_seed(11)
