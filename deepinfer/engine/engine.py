@@ -268,8 +268,8 @@ class Engine:
             num_logits_rows, prompt_logprobs = len(logits), None
             if batch.is_prefill:
                 logits, prompt_logprobs = split_logits(batch, logits)
-            if self.speculation is not None and batch.is_prefill:
-                self.speculation.prefilled(batch, inputs)
+                if self.speculation is not None:
+                    self.speculation.prefilled(batch, inputs)
         except Exception as error:
             return None, self._failed_step(batch.sequences, error)
         if batch.is_prefill:  # those with output were counted before they were preempted
@@ -279,9 +279,17 @@ class Engine:
             slots, device_slots = np.array([s.state_slot for s in sequences], np.int64), None
         starts = np.array([seq.num_computed for seq in batch.sequences])
         self.scheduler.advance(batch)
-        times = (start, self._clock())
         step = LaunchedStep(
-            batch, sequences, slots, device_slots, logits, starts, times, num_logits_rows, prompt_logprobs, bitmask
+            batch,
+            sequences,
+            slots,
+            device_slots,
+            logits,
+            starts,
+            launch_time=(start, self._clock()),
+            num_logits_rows=num_logits_rows,
+            prompt_logprobs=prompt_logprobs,
+            bitmask=bitmask,
         )
         return step, []
 
