@@ -22,8 +22,8 @@ class Sequence:
     `num_pending` tokens at most were sampled on the device after those in `token_ids` and have not been read yet: one a
     step, and with speculation as many more as drafts may have been accepted. Counts that matter to the next step
     (`num_tokens`, `num_computed`) include them; `Scheduler.settle` takes back what did not come.
-    Speculation: the device has drafts for the next step if `has_drafts`; the host has read `next_drafts` and what the
-    drafter says of them, of the latest step that it has read.
+    Speculation: the device has drafts for the next step if `has_drafts`; `next_drafts` are those of the latest step
+    that the host has read.
     While it is swapped out, `host_blocks` (int32) are the rows of the host pool that hold its cache (swap.py).
     `constraint` is the grammar that the output obeys, `detector` ends one that repeats itself.
     `prompt_logprobs` are collected until the first token is out, if they were asked for; the figures of the first
@@ -34,7 +34,7 @@ class Sequence:
     __slots__ = (
         "request_id", "index", "arrival", "order", "params", "seed", "metrics", "num_prompt_tokens", "max_num_tokens",
         "token_ids", "image_spans", "block_table", "host_blocks", "state_slot", "num_computed", "num_pending",
-        "finish_reason", "stop_reason", "constraint", "has_drafts", "next_drafts", "draft_scores", "prompt_logprobs",
+        "finish_reason", "stop_reason", "constraint", "has_drafts", "next_drafts", "prompt_logprobs",
         "num_prompt_asked", "detector",
     )  # fmt: skip
 
@@ -80,7 +80,6 @@ class Sequence:
         self.detector = None if detection is None else RepetitionDetector(detection)
         self.has_drafts = False
         self.next_drafts: list[int] = []
-        self.draft_scores: list[float] | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.num_prompt_asked = self.num_prompt_tokens  # all: nothing is wanted
 
