@@ -36,7 +36,7 @@ def read_calibration(folder: Path, block_size: int) -> DraftCalibration:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         values, draft = [float(value) for value in raw["temperatures"]], float(raw.get("draft_temperature", 1.0))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"model: {path} is not a calibration: {type(error).__name__}: {error}") from None
     if len(values) != block_size or not all(0 < value < float("inf") for value in [*values, draft]):
         raise ValueError(

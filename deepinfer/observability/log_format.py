@@ -50,6 +50,6 @@ def apply_log_config() -> None:
     try:
         config = json.loads(path.read_text())
         logging.config.dictConfig({"disable_existing_loggers": False, **config})
-    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, ImportError, RecursionError) as error:
         reason = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
         raise ValueError(f"DEEPINFER_LOG_CONFIG_FILE: {path} is no logging configuration in JSON: {reason}") from None

@@ -255,7 +255,7 @@ def test_a_log_config_says_where_the_log_of_a_process_goes(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    "text", [None, "{", "[]", '{"version": 2}', '{"version": 1, "handlers": {"a": {"class": "b"}}}']
+    "text", [None, "{", "[]", "[" * 200_000, '{"version": 2}', '{"version": 1, "handlers": {"a": {"class": "b"}}}']
 )
 def test_a_bad_log_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
     path = tmp_path / "log.json"
