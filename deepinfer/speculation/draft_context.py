@@ -35,6 +35,8 @@ class DraftContext:
         """A step has run. A prompt's rows are written at once: they are many, and so is what they would be made of."""
         if is_prefill:
             self.forget(taps.state_slots)
+        elif self.is_wanted:
+            self._catch_up()
         if is_prefill or self.is_wanted:
             self.head.store(taps, self.caches)
         else:
@@ -46,7 +48,7 @@ class DraftContext:
             kept = taps.state_slots.masked_fill(torch.isin(taps.state_slots, slots), 0)  # else to the null slot
             self._waiting[index] = replace(taps, state_slots=kept)
 
-    def catch_up(self) -> None:
-        """Write what waits: drafts are about to be made."""
+    def _catch_up(self) -> None:
+        """Write what waits: drafts are about to be made. Not sooner: the slots have those now whose step this is."""
         while self._waiting:
             self.head.store(self._waiting.popleft(), self.caches)
