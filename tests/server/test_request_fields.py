@@ -112,6 +112,10 @@ def test_an_answer_that_repeats_itself_ends(server: Server, path: str) -> None:
     choice = server.http.post(path, json=asked).json()["choices"][0]
     assert choice["token_ids"] == [20] * 4
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "repetition_detected")
+    refused = server.http.post(path, json=body | {"repetition_detection": {"max_pattern_size": 65, "min_count": 2}})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "repetition_detection"
+    assert error["message"].startswith("repetition_detection.max_pattern_size must be an integer in [1, 64]")
 
 
 @pytest.mark.parametrize("keep", [1, 3, 1000])
