@@ -174,7 +174,7 @@ static u32 reaches_bf16(u32 a, u32 b) {
 static u32 upper_halves(u32 low, u32 high) { return low >> 16 | (high & 0xFFFF0000); }
 static int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 
-static std::mt19937* shuffles = nullptr;  // where threads should take turns in a random order
+static std::mt19937* shuffles = nullptr;  // where threads should take turns in a random order, and get ahead of each other
 static std::function<void()> body;
 static void enter() {
     fibers[current].started = true;
@@ -206,11 +206,15 @@ static bool run(int ranks, int rows, int threads, int shared_bytes, const std::f
         }
         std::vector<int> order(fibers.size());
         std::iota(order.begin(), order.end(), 0);
+        std::vector<bool> is_slow(fibers.size() / 128 + 1);  // groups of 128 threads that seldom have a turn, for some rounds
         bool alive = true, moves = true;
-        while (alive) {
+        for (int round = 0; alive; round++) {
             if (!moves) return false;
             alive = moves = false;
-            if (shuffles != nullptr) std::shuffle(order.begin(), order.end(), *shuffles);
+            if (shuffles != nullptr) {
+                std::shuffle(order.begin(), order.end(), *shuffles);
+                if (round % 32 == 0) for (auto&& group : is_slow) group = (*shuffles)() % 2;
+            }
             for (int next : order) {
                 current = next;
                 Fiber& fiber = fibers[current];
@@ -218,6 +222,7 @@ static bool run(int ranks, int rows, int threads, int shared_bytes, const std::f
                 alive = true;
                 if (fiber.awaited && fiber.awaited->generation == fiber.awaited_generation) continue;
                 moves = true;
+                if (is_slow[current / 128] && (*shuffles)() % 16 != 0) continue;
                 threadIdx = {fiber.thread, 0}, blockIdx = {fiber.rank, row};
                 if (_setjmp(scheduler) != 0) continue;
                 if (fiber.started) _longjmp(fiber.place, 1);

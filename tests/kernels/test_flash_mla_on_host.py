@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 HERE = Path(__file__).parent
 ON_HOST = """
 extern "C" bool on_host(const Params* p, int clusters, u32 seed) {
+    phased.clear(), named.clear(), on_their_way.clear(), running.clear();
     TensorMap map = {p->query.base, p->query.token_stride, p->query.head_stride};
     std::mt19937 random(seed);
     shuffles = &random;
