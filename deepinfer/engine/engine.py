@@ -177,6 +177,7 @@ class Engine:
             request.sequences.remove(seq)
             if request.finished:
                 self._book.forget(seq.request_id)
+        self._drop_step_of_nobody()
         return taken
 
     def add_prefilled(self, request_id: str, taken: Sequence) -> Sequence | None:
