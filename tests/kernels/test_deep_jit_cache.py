@@ -15,26 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.kernels.deep_jit import Build, CompileError
+from deepinfer.kernels.deep_jit import Build
 from deepinfer.kernels.deep_jit import cache as disk
 from deepinfer.kernels.deep_jit.cache import cache_key, included_files
-from deepinfer.kernels.deep_jit.compilers import Compiler, find_compiler
+from deepinfer.kernels.deep_jit.compilers import Compiler
+from tests.kernels.small_kernel import needs_compiler, write_scale
 
-SCALE = """
-#include "factor.cuh"
-extern "C" __global__ void scale(float* x) { x[blockIdx.x * WIDTH + threadIdx.x] *= FACTOR; }
-"""
 NOBODY = 65534
 
-
-def has_compiler() -> bool:
-    try:
-        return bool(find_compiler())
-    except CompileError:
-        return False
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="neither NVRTC nor nvcc here")
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
@@ -43,8 +31,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Of a small kernel with a header, beside an empty cache; other users may enter, as they may not into tmp_path."""
     path = Path(tempfile.mkdtemp(prefix="deep-jit-"))
     path.chmod(0o755)
-    (path / "factor.cuh").write_text("#pragma once\n#define FACTOR 2.0f\n")
-    (path / "scale.cu").write_text(SCALE)
+    write_scale(path)
     (path / "cache").mkdir()
     monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(path / "cache"))
     monkeypatch.setattr(disk, "not_kept", {})
