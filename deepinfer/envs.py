@@ -108,6 +108,11 @@ VARIABLES: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         "auto takes the fastest kernels there are, triton on a GPU none in CUDA C++, tilelang TileLang's "
         "before those, reference the PyTorch ones",
     ),
+    "DEEPINFER_LOG_CONFIG_FILE": (
+        _path,
+        None,
+        "JSON for Python's logging.config.dictConfig, applied behind the server's own settings of its log",
+    ),
     "DEEPINFER_MAX_BACKTRACKING_TOKENS": (
         _number(int, 1),
         None,

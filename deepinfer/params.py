@@ -11,6 +11,7 @@ from deepinfer.structured.constraint import Constraint
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
+_REPETITION = {"max_pattern_size": (1, 64), "min_pattern_size": (1, 64), "min_count": (2, 10_000)}
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**63 - 1  # of tokens; what the engine's int64 holds
 MAX_PRIORITY = 2**31 - 1
@@ -53,6 +54,8 @@ class SamplingParams:
         allowed_token_ids: only these tokens can be chosen; None allows all.
         bad_words_token_ids: sequences of token ids that must not appear in the output: the last token of each is
             impossible after the others.
+        repetition_detection: end with reason "stop" (stop reason "repetition_detected") once the output ends with
+            `min_count` times the same pattern of `min_pattern_size` (1) to `max_pattern_size` tokens.
         stop: strings that end the output; applied by the text layer, the engine never sees text.
         priority: lower goes first, in the queue and when the cache runs short; a level is worth a minute of waiting.
         deadline_seconds: end the request with reason "abort" (stop reason "deadline") this long after its arrival,
@@ -85,6 +88,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words_token_ids: Sequence[Sequence[int]] = ()
+    repetition_detection: Mapping[str, int] | None = None
     stop: Sequence[str] = ()
     priority: int = 0
     deadline_seconds: float | None = None
@@ -136,6 +140,8 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must not be empty")
         self._normalise("bad_words_token_ids", _bad_words(self.bad_words_token_ids))
+        if self.repetition_detection is not None:
+            self._normalise("repetition_detection", _repetition_detection(self.repetition_detection))
         self._normalise("stop", _stop_strings(self.stop))
         _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.deadline_seconds is not None:
@@ -220,6 +226,17 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         _check_int("logit_bias key", token_id, 0)
         _check_float("logit_bias value", value, -100.0, 100.0)
     return dict(bias)
+
+
+def _repetition_detection(asked: object) -> dict[str, int]:
+    if not isinstance(asked, Mapping) or not {"max_pattern_size", "min_count"} <= asked.keys() <= set(_REPETITION):
+        raise ValueError(f"repetition_detection must have max_pattern_size and min_count, got {shown(asked)}")
+    values = {"min_pattern_size": 1} | dict(asked)
+    for name, (low, high) in _REPETITION.items():
+        _check_int(f"repetition_detection.{name}", values[name], low, high)
+    if values["min_pattern_size"] > values["max_pattern_size"]:
+        raise ValueError("repetition_detection.min_pattern_size must be at most max_pattern_size")
+    return values
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:

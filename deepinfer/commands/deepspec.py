@@ -10,12 +10,13 @@ import typer
 
 from deepinfer.commands.deepspec_options import (
     ASKED,
+    HEAD_TRAINED,
     MEASURED,
     TRAINED,
     Length,
     Out,
-    Target,
     Temperature,
+    V41Target,
     ask_target,
     check_plot,
     checked_draft,
@@ -62,12 +63,11 @@ def prepare(
     folder = folder_of(asked["target"])
     with processes(asked["device"]) as (rank, ranks, device):
         check_output_folder(out)
-        turns = sum(
-            1 + len(prompt.later) for part in read_tasks(asked["tasks"], asked["limit"]).values() for prompt in part
-        )
+        sets = read_tasks(asked["tasks"], asked["limit"])
+        turns = sum(1 + len(prompt.later) for prompts in sets.values() for prompt in prompts)
         most = cache_bytes(turns, length, target_shape(folder))
         if cache:  # known before hours of answering
-            check_room(out, most)
+            check_room(out, most - sum(path.stat().st_size for path in (out / "cache").glob("shard-*")))
         if rank == 0 and cache:
             print(f"{turns} prompts: hidden states of at most {most / 2**20:,.1f} MiB", flush=True)
         ask_target({**asked, "device": device}, temperature, out / "answers", rank, ranks)
@@ -170,7 +170,7 @@ def train(
         "deepinfer deepspec attach --target nano --head ./head/model-draft.safetensors --out ./nano-with-head",
     )
 )
-@takes(how=TRAINED)
+@takes(how=HEAD_TRAINED)
 def train_head(
     data: Annotated[list[Path], typer.Option(help="Folder of `prepare`, or with train-N.npy; may be repeated.")],
     out: Annotated[Path, typer.Option(help="model-draft.safetensors and training.json go here.")],
@@ -212,7 +212,7 @@ def train_head(
 def attach(
     head: Annotated[Path, typer.Option(help="model-draft.safetensors of `train-head`.")],
     out: Annotated[Path, typer.Option(help="Where the checkpoint with this head goes; may be the target's folder.")],
-    target: Target = "nano",
+    target: V41Target = "nano",
 ) -> None:
     """Put a trained head into a V4.1 checkpoint; the target's own tensors stay as they are. Calibrate it then."""
     from deepinfer.deepspec.v41_checkpoint import attach_head

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deepinfer.deepspec.losses import LossWeights
 
 Target = Annotated[str, typer.Option("--target", help="`nano`, a V4.1 checkpoint or a Hugging Face folder.")]
+V41Target = Annotated[str, typer.Option("--target", help="`nano` or a V4.1 checkpoint.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Tasks = Annotated[
     Path, typer.Option(help="Folder with files of GSM8K, MATH-500, HumanEval, MBPP, MT-Bench, Alpaca ...")
@@ -50,6 +51,7 @@ TRAINED: Group = {
     "device": (Device, "cpu"),
     "plot": (Plot, None),
 }
+HEAD_TRAINED: Group = TRAINED | {"target": (V41Target, "nano")}
 MEASURED: Group = ASKED | {"draft": (Draft, None), "length": (Length, 1024), "plot": (Plot, None)}
 
 

@@ -171,6 +171,9 @@ def serve(
         str, typer.Option("--log-level", "--uvicorn-log-level", help="critical, error, warning, info or debug.")
     ] = "info",
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
+    log_config_file: Annotated[
+        Path | None, typer.Option(help="JSON for logging.config.dictConfig; DEEPINFER_LOG_CONFIG_FILE says the same.")
+    ] = None,
     enable_log_requests: Annotated[
         bool, typer.Option("--enable-log-requests", help="Also log what clients write: their prompts.")
     ] = False,
@@ -247,6 +250,8 @@ def serve(
         raise ValueError(f"--log-level must be one of {', '.join(levels)}, got {log_level!r}")
     if log_format not in FORMATS:
         raise ValueError(f"--log-format must be one of {', '.join(FORMATS)}, got {log_format!r}")
+    if log_config_file is not None:
+        os.environ["DEEPINFER_LOG_CONFIG_FILE"] = str(log_config_file)  # the engine's process finds it there, too
     if not all(key.strip() for key in api_key or ()):
         raise ValueError("--api-key must not be empty")
     if model_tag is not None and model not in ("nano", model_tag):

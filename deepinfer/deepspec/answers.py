@@ -198,9 +198,11 @@ def read_answers(path: Path) -> list[Answer]:
             whole += len(line)
             try:
                 record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError("not a JSON object")
                 if number > 1 or "token_ids" in record:
                     answers.append(_as_answer(record))
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                 what = f"{error} is missing" if isinstance(error, KeyError) else error
                 raise ValueError(f"answers: {path}, line {number}: {what}") from None
         if whole < path.stat().st_size:

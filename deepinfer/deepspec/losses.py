@@ -54,7 +54,7 @@ def draw_heat(weights: LossWeights, draws: Tensor) -> Tensor | None:
     if weights.coldest == 1:
         return None
     share, cold = draws
-    return torch.where(share < weights.at_one, 1.0, weights.coldest**cold)
+    return (weights.coldest**cold).masked_fill(share < weights.at_one, 1.0)
 
 
 def block_losses(

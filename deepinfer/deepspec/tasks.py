@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -71,10 +72,9 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
     """(where it stands, object) of a file, one after the other."""
-    opened = gzip.open(path, "rt", encoding=ENCODING) if path.suffix == ".gz" else path.open(encoding=ENCODING)
     where = "start"
     try:
-        with opened as file:
+        with gzip.open(path, "rt", encoding=ENCODING) if path.suffix == ".gz" else path.open(encoding=ENCODING) as file:
             if ".jsonl" not in path.name:
                 whole = json.load(file)
                 if not isinstance(whole, list):
@@ -85,7 +85,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
                 where = f"line {line_number}"
                 if line.strip():
                     yield where, json.loads(line)
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:
         raise ValueError(f"tasks: {path}, {where}: {error}") from None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import tempfile
 from bisect import bisect_left
@@ -24,7 +23,8 @@ import torch
 
 import deepinfer
 from deepinfer import envs
-from deepinfer.config.engine import EngineConfig
+from deepinfer.config.engine import INT32_MAX, MAX_STEP_MS, EngineConfig
+from deepinfer.errors import shown
 from deepinfer.kernels.cpu.build import BuildError, cache_dir, cpu_features
 
 logger = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ class DecodeCurve:
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
-        if not sizes or sizes[0] < 1 or sizes != sorted(set(sizes)):
-            raise ValueError(f"points must have ascending batch sizes from 1, got {sizes}")
-        if not all(0 < milliseconds < math.inf for _, milliseconds in self.points):
-            raise ValueError("points must have times above 0")
+        if not sizes or sizes[0] < 1 or sizes[-1] > INT32_MAX or sizes != sorted(set(sizes)):
+            raise ValueError(f"points must have ascending batch sizes from 1 to {INT32_MAX}, got {shown(sizes)}")
+        if not all(0 < milliseconds <= MAX_STEP_MS for _, milliseconds in self.points):
+            raise ValueError(f"points must have times above 0, at most {MAX_STEP_MS:g}")
 
     def step_ms(self, batch: int) -> float:
         """Milliseconds of a step of `batch` sequences: linear between the points.

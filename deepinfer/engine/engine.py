@@ -106,6 +106,8 @@ class Engine:
             self._slot_tokens = SlotTokens.allocate(config.max_num_seqs + 1, 0, config.device)
         self.outputs = NewOutputs()  # an owner that is done with outputs a step later may set a RequestOutputPool
         self._num_arrived = 0
+        # Of what steps take. What other processes take of a CPU says nothing of a step.
+        self._clock = time.thread_time if config.device == "cpu" else time.monotonic
         self._last_read = 0.0  # when the tokens of the latest step were read
         self._read_prefill = False  # whether it was a prefill step
         self._seeds = np.random.default_rng(config.seed)
@@ -175,6 +177,7 @@ class Engine:
             request.sequences.remove(seq)
             if request.finished:
                 self._book.forget(seq.request_id)
+        self._drop_step_of_nobody()
         return taken
 
     def add_prefilled(self, request_id: str, taken: Sequence) -> Sequence | None:
@@ -256,7 +259,7 @@ class Engine:
                     self.speculation.before_decode(batch)
                 slots = self.metadata.take(batch.sequences)
                 inputs = build_model_inputs(batch, slots, self.metadata, self.config, self._slot_tokens, self._graphs)
-            start = time.monotonic()
+            start = self._clock()
             bitmask = None
             if not self.overlaps:  # the tokens are known: masks are filled while the model runs
                 num_rows = batch.num_tokens if batch.has_drafts else [1] * len(sequences)
@@ -266,8 +269,8 @@ class Engine:
             num_logits_rows, prompt_logprobs = len(logits), None
             if batch.is_prefill:
                 logits, prompt_logprobs = split_logits(batch, logits)
-            if self.speculation is not None and batch.is_prefill:
-                self.speculation.prefilled(batch, inputs)
+                if self.speculation is not None:
+                    self.speculation.prefilled(batch, inputs)
         except Exception as error:
             return None, self._failed_step(batch.sequences, error)
         if batch.is_prefill:  # those with output were counted before they were preempted
@@ -277,9 +280,17 @@ class Engine:
             slots, device_slots = np.array([s.state_slot for s in sequences], np.int64), None
         starts = np.array([seq.num_computed for seq in batch.sequences])
         self.scheduler.advance(batch)
-        times = (start, time.monotonic())
         step = LaunchedStep(
-            batch, sequences, slots, device_slots, logits, starts, times, num_logits_rows, prompt_logprobs, bitmask
+            batch,
+            sequences,
+            slots,
+            device_slots,
+            logits,
+            starts,
+            launch_time=(start, self._clock()),
+            num_logits_rows=num_logits_rows,
+            prompt_logprobs=prompt_logprobs,
+            bitmask=bitmask,
         )
         return step, []
 
@@ -324,7 +335,7 @@ class Engine:
 
     def _learn_cost(self, step: LaunchedStep) -> None:
         """Tell whoever plans with it how long a step took. Call when its tokens are read."""
-        last_read, self._last_read = self._last_read, time.monotonic()
+        last_read, self._last_read = self._last_read, self._clock()
         start, end = step.launch_time
         behind_prefill, self._read_prefill = self._read_prefill, step.batch.is_prefill
         if not step.batch.is_prefill:

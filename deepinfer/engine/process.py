@@ -42,7 +42,7 @@ from deepinfer.engine.messages import (
     record_experts,
 )
 from deepinfer.engine.output_pool import RequestOutputPool
-from deepinfer.observability.log_format import log_handler
+from deepinfer.observability.log_format import apply_log_config, log_handler
 from deepinfer.outputs import RequestOutput
 from deepinfer.params import SamplingParams
 
@@ -112,6 +112,7 @@ def show_log(level: str, log_format: str = "text") -> None:
     if not log.handlers:
         log.addHandler(log_handler(log_format))
         log.propagate = False
+        apply_log_config()
 
 
 class EngineLoop:

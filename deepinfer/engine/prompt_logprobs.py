@@ -7,6 +7,7 @@ is preempted amid its prompt and computed again does not ask again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -23,19 +24,23 @@ from deepinfer.sampling.transfer import Download, upload
 def logits_rows(batch: ScheduledBatch) -> np.ndarray:
     """Rows of a prefill step whose logits are wanted, int64 [R]: for prompt tokens, and where a token is drawn."""
     parts, begin = [], 0
-    for seq, count in zip(batch.sequences, batch.num_tokens, strict=True):
-        asked = _asked_positions(seq, count)
+    for seq, count, asked, is_drawn in _wanted(batch):
         parts.append(np.arange(asked.start, asked.stop) + (begin - seq.num_computed))
         begin += count
-        if seq.num_computed + count == len(seq):
+        if is_drawn:
             parts.append(np.array([begin - 1]))
     return np.concatenate(parts).astype(np.int64)
 
 
-def _asked_positions(seq: Sequence, num_tokens: int) -> range:
-    """Positions among the next num_tokens of a sequence that predict a prompt token which was not asked for yet."""
-    start = max(seq.num_computed, seq.num_prompt_asked)
-    return range(start, max(start, min(seq.num_computed + num_tokens, seq.num_prompt_tokens - 1)))
+def _wanted(batch: ScheduledBatch) -> Iterator[tuple[Sequence, int, range, bool]]:
+    """Sequences of a prefill step in the order of its rows of logits, and how many tokens of each are computed.
+
+    With those of their positions that predict a prompt token which was not asked for yet, and whether a token is drawn
+    behind the last.
+    """
+    for seq, count in zip(batch.sequences, batch.num_tokens, strict=True):
+        start, end = max(seq.num_computed, seq.num_prompt_asked), seq.num_computed + count
+        yield seq, count, range(start, max(start, min(end, seq.num_prompt_tokens - 1))), end == len(seq)
 
 
 @dataclass(slots=True)
@@ -70,8 +75,7 @@ def split_logits(batch: ScheduledBatch, logits: Tensor) -> tuple[Tensor, Launche
     sequences: list[Sequence] = []
     counts, asked_rows, drawn_rows, targets = [], list[int](), [], list[int]()
     row = 0
-    for seq, num_tokens in zip(batch.sequences, batch.num_tokens, strict=True):
-        asked = _asked_positions(seq, num_tokens)
+    for seq, _, asked, is_drawn in _wanted(batch):
         if asked:
             sequences.append(seq)
             counts.append(len(asked))
@@ -79,7 +83,7 @@ def split_logits(batch: ScheduledBatch, logits: Tensor) -> tuple[Tensor, Launche
             targets += seq.token_ids[asked.start + 1 : asked.stop + 1]
             seq.num_prompt_asked = asked.stop
             row += len(asked)
-        if seq.num_computed + num_tokens == len(seq):
+        if is_drawn:
             drawn_rows.append(row)
             row += 1
     if not asked_rows:

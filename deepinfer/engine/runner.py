@@ -204,6 +204,7 @@ class ModelRunner:
                 "max_blocks": graphs.shapes[-1].blocks,
                 "captured": graphs.is_captured,
                 "timed": graphs.is_timed,
+                "clock": "thread" if self.config.device == "cpu" else "device",
                 "num_drafts": self.num_drafts,
                 "draft_head": self.draft_head is not None,  # a step then stores its context rows, too
             }

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from deepinfer.engine.order import queue_order
+from deepinfer.engine.repetition import RepetitionDetector
 from deepinfer.engine.state_slots import NULL_SLOT
 from deepinfer.outputs import FinishReason, RequestMetrics, TokenLogprob
 from deepinfer.params import SamplingParams
@@ -21,10 +22,10 @@ class Sequence:
     `num_pending` tokens at most were sampled on the device after those in `token_ids` and have not been read yet: one a
     step, and with speculation as many more as drafts may have been accepted. Counts that matter to the next step
     (`num_tokens`, `num_computed`) include them; `Scheduler.settle` takes back what did not come.
-    Speculation: the device has drafts for the next step if `has_drafts`; the host has read `next_drafts` and what the
-    drafter says of them, of the latest step that it has read.
+    Speculation: the device has drafts for the next step if `has_drafts`; `next_drafts` are those of the latest step
+    that the host has read.
     While it is swapped out, `host_blocks` (int32) are the rows of the host pool that hold its cache (swap.py).
-    `constraint` is the grammar that the output obeys.
+    `constraint` is the grammar that the output obeys, `detector` ends one that repeats itself.
     `prompt_logprobs` are collected until the first token is out, if they were asked for; the figures of the first
     `num_prompt_asked` positions are there or on their way (prompt_logprobs.py).
     `order` is its place in the waiting queue (order.py); `image_spans` are the prompt's images, which no chunk cuts.
@@ -33,8 +34,8 @@ class Sequence:
     __slots__ = (
         "request_id", "index", "arrival", "order", "params", "seed", "metrics", "num_prompt_tokens", "max_num_tokens",
         "token_ids", "image_spans", "block_table", "host_blocks", "state_slot", "num_computed", "num_pending",
-        "finish_reason", "stop_reason", "constraint", "has_drafts", "next_drafts", "draft_scores", "prompt_logprobs",
-        "num_prompt_asked",
+        "finish_reason", "stop_reason", "constraint", "has_drafts", "next_drafts", "prompt_logprobs",
+        "num_prompt_asked", "detector",
     )  # fmt: skip
 
     drafts: SequenceOf[int] = ()  # those that a step verifies have rows of their own
@@ -73,11 +74,12 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
         self.constraint = constraint
+        detection = params.repetition_detection
+        self.detector = None if detection is None else RepetitionDetector(detection)
         self.has_drafts = False
         self.next_drafts: list[int] = []
-        self.draft_scores: list[float] | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.num_prompt_asked = self.num_prompt_tokens  # all: nothing is wanted
 
@@ -121,6 +123,9 @@ class Sequence:
             if token_id in eos_token_ids and not params.ignore_eos:
                 self.finish_reason = "stop"
                 return
+            if self.detector is not None and self.detector.repeats(self.token_ids, self.num_prompt_tokens):
+                self.finish_reason, self.stop_reason = "stop", "repetition_detected"
+                return
         if len(self.token_ids) >= self.max_num_tokens:
             self.finish_reason = "length"
 
@@ -138,7 +143,8 @@ class Sequence:
 
     def _goes_on_after(self, token_ids: list[int], eos_token_ids: Set[int]) -> bool:
         """Whether it surely does; with stop tokens of its own or given ones they are looked at one by one."""
-        has_own_ends = self.params.stop_token_ids or self.params.golden_token_ids is not None
+        params = self.params
+        has_own_ends = params.stop_token_ids or params.golden_token_ids is not None or self.detector is not None
         fits = len(self.token_ids) + len(token_ids) < self.max_num_tokens
         return fits and not has_own_ends and eos_token_ids.isdisjoint(token_ids)
 

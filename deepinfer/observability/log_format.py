@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
 import time
+from pathlib import Path
 from typing import Any
+
+from deepinfer import envs
 
 FORMATS = ("text", "json")
 
@@ -33,3 +37,19 @@ def log_handler(log_format: str) -> logging.Handler:
     text = logging.Formatter("%(levelname)s:     %(message)s")
     handler.setFormatter(JsonLines() if log_format == "json" else text)
     return handler
+
+
+def apply_log_config() -> None:
+    """What the file of DEEPINFER_LOG_CONFIG_FILE says, if there is one: JSON for `logging.config.dictConfig`.
+
+    Loggers that it does not name stay as they are. Raises ValueError naming the file.
+    """
+    path: Path | None = envs.get("DEEPINFER_LOG_CONFIG_FILE")
+    if path is None:
+        return
+    try:
+        config = json.loads(path.read_text())
+        logging.config.dictConfig({"disable_existing_loggers": False, **config})
+    except (OSError, ValueError, TypeError, AttributeError, ImportError, RecursionError) as error:
+        reason = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        raise ValueError(f"DEEPINFER_LOG_CONFIG_FILE: {path} is no logging configuration in JSON: {reason}") from None

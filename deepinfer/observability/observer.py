@@ -13,10 +13,11 @@ from deepinfer.observability.flops import FlopsEstimator
 from deepinfer.observability.memory import CollectorHold
 from deepinfer.observability.peak import peak_flops
 from deepinfer.observability.profiler import ProfilerServer, TraceCapture
-from deepinfer.observability.stats import StatsLogger, StepStats, logger
+from deepinfer.observability.stats import StatsLogger, StepStats
+from deepinfer.observability.stats import logger as stats_logger
 from deepinfer.observability.timers import CPUTimer, ScopeTime
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Observer:
@@ -64,7 +65,7 @@ class Observer:
             try:
                 hook()
             except Exception:
-                log.exception("an observer failed; statistics and traces are off from here on")
+                logger.exception("an observer failed; statistics and traces are off from here on")
                 self._working = False
 
     def set_wake(self, wake: Callable[[], None]) -> None:
@@ -86,7 +87,7 @@ class Observer:
         if self.stats.record(step) and self.timer.enabled:
             summary = self.timer.summary() | self.part_times()
             times = (f"{name} {1e3 * time.median:.3f}" for name, time in summary.items())
-            logger.info("medians in ms: %s", ", ".join(times))
+            stats_logger.info("medians in ms: %s", ", ".join(times))
         self.capture.after_step()
         self.collector.step()
 

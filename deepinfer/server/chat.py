@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from deepinfer.outputs import TokenLogprob
 from deepinfer.recipe import ChatStream, ConversationRequest, convert_chat_request
@@ -17,7 +17,7 @@ from deepinfer.server.prompts import PreparedPrompt, prepare
 from deepinfer.server.protocol import ChatRequest
 from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
-from deepinfer.server.streams import Answer, EventStream, collect, encode_json, line_of
+from deepinfer.server.streams import Answer, EventStream, collect, encode_json, line_of, whole_answer
 from deepinfer.server.structure import asked_structure, conversation_structure, holds_answer, with_structure
 from deepinfer.server.text_engine import Delta
 from deepinfer.server.usage import usage_body
@@ -80,7 +80,7 @@ async def create_chat_completion(request: Request) -> Response:
     if body.stream:
         return EventStream(request, streams, answer, interval=body.stream_interval)
     await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
-    return JSONResponse(answer.body())
+    return await whole_answer(request, answer.body, answer.choices[0].prompt_logprobs is not None)
 
 
 class ChatChoice(RecipeReader[ChatStream]):

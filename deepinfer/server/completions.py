@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from deepinfer.outputs import TokenLogprob
 from deepinfer.server.body import beside_loop, read_json, request_schema, validate
@@ -16,7 +16,7 @@ from deepinfer.server.logprobs import completion_logprobs, prompt_logprobs, toke
 from deepinfer.server.protocol import CompletionRequest
 from deepinfer.server.recipe_reader import Events
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
-from deepinfer.server.streams import Answer, EventStream, collect
+from deepinfer.server.streams import Answer, EventStream, collect, whole_answer
 from deepinfer.server.structure import completion_structure, with_structure
 from deepinfer.server.text_engine import Delta, TextReader
 from deepinfer.server.usage import usage_body
@@ -53,7 +53,7 @@ async def create_completion(request: Request) -> Response:
     if body.stream:
         return EventStream(request, streams, answer, interval=body.stream_interval)
     await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
-    return JSONResponse(answer.body())
+    return await whole_answer(request, answer.body, answer.choices[0].prompt_logprobs is not None)
 
 
 def encode_prompts(state: ServerState, body: CompletionRequest) -> list[list[int]]:

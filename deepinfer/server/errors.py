@@ -87,8 +87,8 @@ def from_value_error(error: ValueError, param: str | None = None) -> ApiError:
     if isinstance(error, RequestError):
         path = error.path if isinstance(error, ConversionError) else ""
         return ApiError(str(error), error.status_code, path or error.param or param)
-    first_word = str(error).split(" ")[0].rstrip(":")
-    return ApiError(str(error), param=param or (first_word if first_word.isidentifier() else None))
+    field = str(error).split(" ")[0].rstrip(":").partition(".")[0]  # of `field.member`, too
+    return ApiError(str(error), param=param or (field if field.isidentifier() else None))
 
 
 def from_validation_error(error: ValidationError) -> ApiError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from deepinfer.outputs import TokenLogprob
@@ -19,7 +19,7 @@ from deepinfer.server.protocol import NOT_SAMPLED, CompletionRequest, RequestNam
 from deepinfer.server.recipe_reader import Events
 from deepinfer.server.sizes import check_sizes
 from deepinfer.server.state import ServerState, open_ticket, server_state
-from deepinfer.server.streams import Answer, EventStream, collect
+from deepinfer.server.streams import Answer, EventStream, collect, whole_answer
 from deepinfer.server.text_engine import Delta
 
 router = APIRouter()
@@ -75,8 +75,12 @@ async def generate(request: Request) -> Response:
     if body.stream:
         return EventStream(request, streams, InferenceAnswer(state, head))
     await collect(request, streams, lambda index, delta: choices[index].add(delta))
-    answer = head | {"choices": [entry(choice.index, choice) for choice in choices]}
-    return JSONResponse(answer | _of_prompt(state, choices[0]))
+
+    def whole() -> dict[str, Any]:
+        answer = head | {"choices": [entry(choice.index, choice) for choice in choices]}
+        return answer | _of_prompt(state, choices[0])
+
+    return await whole_answer(request, whole, choices[0].prompt_logprobs is not None)
 
 
 class InferenceAnswer(Answer):

@@ -20,7 +20,7 @@ from deepinfer.config.generation import generation_defaults
 from deepinfer.engine.client import EngineClient
 from deepinfer.engine.model_path import resolve_model
 from deepinfer.engine.process import show_log
-from deepinfer.observability.log_format import log_handler
+from deepinfer.observability.log_format import apply_log_config, log_handler
 from deepinfer.params import SamplingParams
 from deepinfer.server.admission import Limits
 from deepinfer.server.app import create_app
@@ -116,6 +116,7 @@ def run_server(
             **listening.uvicorn_options(),
         )
         show_uvicorn_log(log_level, log_format)
+        apply_log_config()
         sys.setswitchinterval(SWITCH_SECONDS)
         DrainingServer(settings, state, shutdown_timeout, url, listening.uds).run(sockets=[listener])
     if isinstance(text.engine, EngineClient) and text.engine.start_error is not None:

@@ -6,7 +6,7 @@ import time
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from deepinfer.outputs import TokenLogprob
@@ -20,7 +20,7 @@ from deepinfer.server.running import Ticket
 from deepinfer.server.sequences import RunningSequence
 from deepinfer.server.sizes import check_sizes
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
-from deepinfer.server.streams import Answer, EventStream, collect
+from deepinfer.server.streams import Answer, EventStream, collect, whole_answer
 from deepinfer.server.structure import completion_structure, with_structure
 from deepinfer.server.text_engine import Delta, TextReader
 
@@ -114,7 +114,7 @@ async def generate(request: Request) -> Response:
     if body.stream:
         return EventStream(request, streams, answer)
     await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
-    return JSONResponse(answer.body())
+    return await whole_answer(request, answer.body, answer.choices[0].prompt_logprobs is not None)
 
 
 async def start(

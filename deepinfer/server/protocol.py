@@ -40,7 +40,6 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "length_penalty": ((1.0,), "it only matters to beam search"),
     "logits_processors": (([],), "use logit_bias with token IDs"),
     "custom_logit_processor": (("",), "use logit_bias with token IDs"),
-    "repetition_detection": ((), "use repetition_penalty, or stop strings"),
     "guided_whitespace_pattern": ((), "JSON is written with the whitespace that the model chooses"),
     "guided_decoding_backend": (("auto",), "the server's own options say what enforces structured output"),
     "stop_regex": (("", []), "use stop strings"),
@@ -58,6 +57,7 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
 NOT_IN_ITEMS: dict[str, tuple[tuple, str]] = {
     "prompt_logprobs": ((0, False), "use /v1/chat/completions"),
     "logprob_token_ids": (([],), "use /v1/chat/completions"),
+    "repetition_detection": ((), "use /v1/chat/completions"),
     "return_token_ids": ((False,), "use /v1/chat/completions"),
     "return_prompt_text": ((False,), "use the render route"),
     "return_tokens_as_token_ids": ((False,), "use /v1/chat/completions"),
@@ -102,7 +102,8 @@ _NOT_COMPLETION = {name: why for name, why in NOT_SAMPLED.items() if name != "sk
 # Request fields that SamplingParams has under the same name.
 _PASSED_ON = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-    "ignore_eos", "min_tokens", "force_topk", "golden_token_ids", "priority", "deadline_seconds",
+    "ignore_eos", "min_tokens", "force_topk", "golden_token_ids", "repetition_detection", "priority",
+    "deadline_seconds",
 )  # fmt: skip
 
 
@@ -140,6 +141,7 @@ class SamplingRequest(BaseModel):
     logprob_token_ids: TokenIds | None = None  # whose log-probabilities to report, in place of the most likely ones
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
+    repetition_detection: dict[str, int] | None = None  # see SamplingParams
     force_topk: int | None = None  # this engine's own, like the next one
     golden_token_ids: TokenIds | None = None
     guided_json: JsonSchema | None = None  # structured output, as vLLM calls it

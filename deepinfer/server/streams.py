@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import msgspec
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from deepinfer.engine.mailbox import Mailbox, News
 from deepinfer.errors import EngineStoppedError
 from deepinfer.outputs import RequestOutput
+from deepinfer.server.body import beside_loop
 from deepinfer.server.connection import DIRECT_SEND, FLOW, FlowControl
 from deepinfer.server.errors import ApiError
 from deepinfer.server.recipe_reader import Event, Events
@@ -253,6 +254,12 @@ class EventStream(StreamingResponse):
         if self._lines and not self.is_full:
             lines, self._lines = self._lines, []
             _run_at_once(self._send(_body(lines)))
+
+
+async def whole_answer(request: Request, body: Callable[[], Any], is_long: bool) -> Response:
+    """An answer in one piece. A long one is made in a worker thread, so that the others' streams go on."""
+    content = await beside_loop(request, lambda: encode_json(body()), heavy=is_long)
+    return Response(content, media_type="application/json")
 
 
 def line_of(event: Event | bytes, named: bool = False) -> bytes:

@@ -2,7 +2,8 @@
 
 Writing them costs a step more than 1 % of its time. While no drafts are made (speculation/gate.py), what the rows are
 made of is kept for as many steps as the head's window has positions, and written before drafts are made again. Steps
-that a CUDA graph replays write theirs themselves.
+that a CUDA graph replays write theirs themselves. A sequence that is swapped out meanwhile loses what waits, and its
+drafts are worse until its window is full again; its tokens are the same.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class DraftContext:
         """A step has run. A prompt's rows are written at once: they are many, and so is what they would be made of."""
         if is_prefill:
             self.forget(taps.state_slots)
+        elif self.is_wanted:
+            self._catch_up()
         if is_prefill or self.is_wanted:
             self.head.store(taps, self.caches)
         else:
@@ -45,7 +48,7 @@ class DraftContext:
             kept = taps.state_slots.masked_fill(torch.isin(taps.state_slots, slots), 0)  # else to the null slot
             self._waiting[index] = replace(taps, state_slots=kept)
 
-    def catch_up(self) -> None:
-        """Write what waits: drafts are about to be made."""
+    def _catch_up(self) -> None:
+        """Write what waits: drafts are about to be made. Not sooner: the slots have those now whose step this is."""
         while self._waiting:
             self.head.store(self._waiting.popleft(), self.caches)

@@ -47,7 +47,7 @@ class DraftGate:
         self._left = 0  # steps that are left of it
         self._failures = 0  # times that drafts did not pay since they last did
         self._reviewed = 0  # sequences at the latest review
-        self._gain = 1.0  # that was expected then
+        self._gain = 1.0  # that was expected then: tokens a millisecond, as a multiple of those without drafts
         self._expected = self._accepted = 0.0
 
     @property
@@ -110,11 +110,8 @@ class DraftGate:
         self._expected += num_expected
         self._accepted += num_accepted
 
-    def gain(self, num_sequences: int) -> float:
-        """Tokens a millisecond of steps with drafts like the latest, as a multiple of those without."""
-        return self._rates(num_sequences)[0] * self.times.plain(num_sequences) / num_sequences
-
     def _rates(self, num_sequences: int) -> tuple[float, float]:
+        """Tokens a millisecond of steps with drafts like the latest: with the best numbers of drafts, and with all."""
         step_ms = self.times.by_drafts(num_sequences, True)
         return expected_rates(np.minimum(self.trust * self._seen, 1.0), num_sequences, step_ms)
 

@@ -49,8 +49,6 @@ class HeadDrafter:
     def expect(self, drafts: bool) -> None:
         if self.context is not None:
             self.context.is_wanted = drafts
-            if drafts:
-                self.context.catch_up()
 
     def prefilled(self, inputs: ModelInputs) -> None:
         """Nothing to do: the context rows are in the caches."""

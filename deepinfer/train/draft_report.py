@@ -77,8 +77,8 @@ def document(runs: list[dict[str, Any]], calibration: dict[str, Any]) -> str:
     )
     drawn = calibration["drawn_length"]
     text += (
-        f"\nOver all positions of those at temperature 1, {drawn['as trained']:.2f} tokens a round are accepted if drafts "
-        f"are drawn as trained, and\n{drawn['calibrated']:.2f} at the draft temperature of "
+        f"\nOver all positions of those at temperature 1, {drawn['as trained']:.2f} tokens a round are accepted if "
+        f"drafts are drawn as trained, and\n{drawn['calibrated']:.2f} at the draft temperature of "
         f"{calibration['draft_temperature']:g}."
     )
     return "\n".join([*lines, "", text, ""])

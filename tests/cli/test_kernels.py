@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from deepinfer.kernels.deep_jit.compilers import CompileError, find_compiler
 from tests.cli.command import Run
+from tests.kernels.small_kernel import needs_compiler
 
 
 def test_help_has_examples(run: Run):
@@ -17,11 +15,8 @@ def test_help_has_examples(run: Run):
     assert "--workers" in answer.stdout and "--no-triton" in answer.stdout
 
 
+@needs_compiler
 def test_compiles_into_the_cache_once(run_process: Run, tmp_path: Path):
-    try:
-        find_compiler()
-    except CompileError:
-        pytest.skip("neither NVRTC nor nvcc here")
     for _ in range(2):
         answer = run_process("kernels", "warmup", "moe_sum", DEEPINFER_CACHE_DIR=str(tmp_path))
         assert answer.returncode == 0, answer.stderr

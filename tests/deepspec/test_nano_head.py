@@ -39,6 +39,7 @@ def test_it_loads_with_its_calibration():
     heat = model.draft_head.temperatures
     assert model.draft_head.block_size == 5 and heat.shape == (5,)
     assert not torch.equal(heat, torch.ones(5)) and (heat > 0).all()
+    assert 0 < model.draft_head.draft_temperature < 1  # without a file it is 1
     assert sum(file.stat().st_size for file in NANO.iterdir()) < 60e6
 
 

@@ -71,6 +71,7 @@ def test_arrays(tmp_path):
     [
         ("", "holds no prompt"),
         ("{", "line 1"),
+        ("[" * 200_000, "set.jsonl, .*recursion"),
         ("[1]", "line 1: not a JSON object"),
         ('{"question": "a"}\n{"other": 1}', "line 2: no question"),
         ('{"question": 3}', "question must be a text"),
@@ -84,6 +85,18 @@ def test_arrays(tmp_path):
 def test_bad_files_are_named(tmp_path, text, message):
     (tmp_path / "set.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
+        read_tasks(tmp_path)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    packed = gzip.compress(b'{"question": "a"}' * 9)
+    for damage in (b"no", packed[:-9], packed[:10] + b"\xff" * 9 + packed[19:]):
+        (tmp_path / "set.jsonl.gz").write_bytes(damage)
+        with pytest.raises(ValueError, match="set.jsonl.gz, start: "):
+            read_tasks(tmp_path)
+    (tmp_path / "set.jsonl.gz").unlink()
+    (tmp_path / "set.json").mkdir()
+    with pytest.raises(ValueError, match="set.json, start: "):
         read_tasks(tmp_path)
 
 

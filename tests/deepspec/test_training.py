@@ -295,8 +295,10 @@ def test_a_fingerprint_is_of_what_answers(tmp_path):
     ("line", "message"),
     [
         ("no json", "line 2: Expecting value"),
-        ("[1]", "line 2: list indices"),
         ('{"num_answer": 1, "temperature": 0}', "'token_ids' is missing"),
+        ("[1]", "line 2: not a JSON object"),
+        ("[" * 200_000, "recursion"),
+        (f'{{"token_ids": [1, 2], "num_answer": 1, "temperature": {10**400}}}', "too large"),
         ('{"token_ids": [1, 2], "temperature": 0}', "'num_answer' is missing"),
         ('{"token_ids": [1, "a"], "num_answer": 1, "temperature": 0}', "token ids"),
         ('{"token_ids": [1, -1], "num_answer": 1, "temperature": 0}', "token ids"),

@@ -6,6 +6,7 @@ next step, wherever it is: waiting, on the host, amid its prompt, with a token p
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ class DeadlineMachine(EngineMachine):
     def start(self, pool_rows: int | None, block_size: int, **options: Any) -> None:
         self.now = 1000.0
         self.patch = pytest.MonkeyPatch()
-        clock = SimpleNamespace(monotonic=lambda: self.now)
+        clock = SimpleNamespace(monotonic=lambda: self.now, thread_time=time.thread_time)
         for module in (engine, collect, request_book):
             self.patch.setattr(module, "time", clock)
         if pool_rows is not None:

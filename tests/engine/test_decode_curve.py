@@ -77,6 +77,8 @@ def test_a_curve_is_measured_once_for_a_key(folder: Path) -> None:
         lambda text: text.replace('"b"', '"another card"'),
         lambda text: json.dumps({"key": KEY, "points": []}),
         lambda text: json.dumps({"key": KEY, "points": [[1, -3.0]]}),
+        lambda text: json.dumps({"key": KEY, "points": [[1, 1.0], [10**400, 2.0]]}),  # beyond any float
+        lambda text: json.dumps({"key": KEY, "points": [[1, 1.0], [2, 1e308]]}),  # steps of three would take for ever
         lambda text: json.dumps({"key": KEY, "points": [[1, None]]}),
         lambda text: json.dumps({"key": KEY, "points": 5}),
         lambda text: "\udcff" * 3,

@@ -62,7 +62,7 @@ def run(workload: list[Arrival], overlap: bool, num_blocks: int, max_num_seqs: i
     return got
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     workload=st.lists(arrivals, min_size=1, max_size=6),
     num_blocks=st.integers(18, 40),  # one sequence takes 17 at most: preemption is common

@@ -11,6 +11,7 @@ import torch
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine import chunking
 from deepinfer.engine.engine import Engine
+from deepinfer.engine.loading import load_engine
 from deepinfer.engine.messages import output_from_wire, output_to_wire
 from deepinfer.engine.output_pool import RequestOutputPool
 from deepinfer.engine.runner import ModelRunner
@@ -23,7 +24,7 @@ from deepinfer.params import SamplingParams
 from tests.configs import tiny_config, tiny_token_map
 from tests.engine.toy_model import VOCAB_SIZE, ToyRunner, full_logits
 
-CONFIG = tiny_config(2)
+CONFIG = tiny_config(2, hc_sinkhorn_iters=3)
 WEIGHTS = {name: w.double() for name, w in random_weights(CONFIG, seed=0).items()}
 TOKEN_MAP = torch.from_numpy(tiny_token_map()).long()
 MODEL = DeepseekV41(CONFIG, dict(WEIGHTS), TOKEN_MAP)
@@ -126,31 +127,26 @@ def test_equal_the_full_reference(options: dict) -> None:
         check(name, output)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("mode", "overlap"), [("recompute", True), ("swap", False), ("swap", True)])
 def test_preemption_amid_prompts_asks_no_token_twice(mode: str, overlap: bool) -> None:
-    asked_before = []  # figures that a sequence had when it was preempted
-    for seed in range(2):
-        rng = random.Random(seed)
-        engine = make_engine(
-            num_blocks=1 + rng.randint(24, 34), max_num_seqs=4, preemption_mode=mode, swap_memory_bytes=1 << 22,
-            zero_overhead_scheduling=overlap, prefill_chunk_size=rng.randint(3, 20),
-        )  # fmt: skip
+    rng = random.Random(1)
+    engine = make_engine(
+        num_blocks=1 + rng.randint(24, 34), max_num_seqs=4, preemption_mode=mode, swap_memory_bytes=1 << 22,
+        zero_overhead_scheduling=overlap, prefill_chunk_size=rng.randint(3, 20),
+    )  # fmt: skip
+    asked_before: list[int] = []  # positions of a sequence that were asked about when it was preempted
 
-        most = len(asked_before) + 4
+    def preempt_somebody() -> None:
+        prefilling = [seq for seq in engine.scheduler.prefilling if seq.num_computed]
+        if prefilling and len(asked_before) < 4 and rng.random() < 0.3:
+            victim = rng.choice(prefilling)
+            asked_before.append(victim.num_prompt_asked if victim.prompt_logprobs else 0)
+            engine.scheduler._preempt(victim)
 
-        def preempt_somebody(engine: Engine = engine, rng: random.Random = rng, most: int = most) -> None:
-            prefilling = [seq for seq in engine.scheduler.prefilling if seq.num_computed]
-            if prefilling and len(asked_before) < most and rng.random() < 0.3:
-                victim = rng.choice(prefilling)
-                asked_before.append(victim.num_prompt_asked if victim.prompt_logprobs else 0)
-                engine.scheduler._preempt(victim)
-
-        engine.before_step = preempt_somebody
-        names = rng.sample(list(REQUESTS), len(REQUESTS))
-        for name, output in run(engine, names, every=rng.randint(0, 3)).items():
-            check(name, output)
-    assert len(asked_before) > 2 and max(asked_before) > 0
+    engine.before_step = preempt_somebody  # type: ignore[method-assign]
+    for name, output in run(engine, rng.sample(list(REQUESTS), len(REQUESTS)), every=rng.randint(0, 3)).items():
+        check(name, output)
+    assert len(asked_before) > 1 and max(asked_before) > 0
 
 
 def test_whoever_asks_runs_all_layers_and_the_others_as_before() -> None:
@@ -263,3 +259,31 @@ def test_they_travel_to_the_server_and_leave_pooled_outputs() -> None:
 def test_named_tokens_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(ValueError, match="logprob_token_ids"):
         make_engine().add_request("x", [5], SamplingParams(logprob_token_ids=[CONFIG.vocab_size]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_those_of_the_cpu() -> None:
+    """Whole chunks that would have a captured graph among them, and a short prompt beside."""
+    prompts = {"long": [5 + i * 7919 % 4000 for i in range(5000)], "short": [5, 9, 700]}
+    got: dict[str, dict[str, RequestOutput]] = {}
+    for device in ("cpu", "cuda"):
+        config = EngineConfig(device=device, dtype="fp32", kv_cache_dtype="fp32", max_model_len=8192, max_num_seqs=2)
+        engine = load_engine("nano", config)
+        for name, prompt in prompts.items():
+            engine.add_request(name, prompt, SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1))
+        got[device] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert output.error is None, output.error
+                if output.prompt_logprobs is not None:
+                    got[device][output.request_id] = output
+    for name, prompt in prompts.items():
+        here, there = (got[device][name].prompt_logprobs for device in ("cpu", "cuda"))
+        assert here is not None and there is not None and len(here) == len(there) == len(prompt)
+        far = [
+            abs(a.logprob - b.logprob) > 2e-3 * (1 + abs(a.logprob))
+            for a, b in zip(here[1:], there[1:], strict=True)
+            if a is not None and b is not None
+        ]
+        assert len(far) == len(prompt) - 1 and sum(far) <= 0.005 * len(far)  # a tie of experts may go either way

@@ -179,7 +179,8 @@ def tokens_a_ms(
 ) -> float:
     """Of steps of `size` sequences that stay; kind: off, variable or fixed."""
     clocks = Clocks(machine, noise, 7)
-    monkeypatch.setattr(time, "monotonic", clocks)
+    for name in ("monotonic", "thread_time"):
+        monkeypatch.setattr(time, name, clocks)
     speculative = None
     if kind != "off":
         speculative = SpeculativeConfig(method="ngram", variable_length=kind == "variable")

@@ -79,7 +79,8 @@ def test_drafts_pay_or_cost_next_to_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(10.0, row, draft)
-    monkeypatch.setattr(time, "monotonic", clock)
+    for name in ("monotonic", "thread_time"):
+        monkeypatch.setattr(time, name, clock)
     plain = make_engine(SETTING, None)
     clock.attach(plain)
     want = run(plain, WORKLOAD)

@@ -5,6 +5,8 @@
 #define CLUSTER SPLIT
 #include "cluster_on_host.cuh"
 #undef CLUSTER
+#include <array>
+#include <deque>
 #include <map>
 
 #define __align__(bytes) alignas(bytes)
@@ -143,9 +145,23 @@ static u16 pack_e4m3(float low, float high) { return round_e4m3(low) | round_e4m
 static u32 tile_word(u32 address, u32 stride) { return (address & 0x3FFFF) >> 4 | (stride >> 4) << 16; }
 static u32 hidden(u32 word) { return word; }
 static void wgmma_fence() {}
-static void wgmma_commit() {}
+// A product reads its operands and adds to its sums when its thread waits for it: a tile given up too early shows.
+struct Running { std::deque<std::vector<std::function<void()>>> groups; std::vector<std::function<void()>> open; };
+static std::map<int, Running> running;  // by fiber
+static void wgmma_commit() {
+    Running& mine = running[current];
+    mine.groups.push_back(std::move(mine.open));
+    mine.open.clear();
+}
 template <int PENDING>
-static void wgmma_wait() {}
+static void wgmma_wait() {
+    Running& mine = running[current];
+    while (mine.groups.size() > PENDING) {
+        auto group = std::move(mine.groups.front());
+        mine.groups.pop_front();
+        for (auto& product : group) product();
+    }
+}
 template <class T, int COUNT>
 static void fence_registers(T (&)[COUNT]) {}
 template <int REGISTERS>
@@ -165,7 +181,7 @@ static u32 across(u64 descriptor, int k, int column) {
     return ((descriptor & 0x3FFF) << 4) + column / 64 * ((descriptor >> 16 & 0x3FFF) << 4) + k / 8 * 1024 + k % 8 * 128 + column % 64 * 2;
 }
 
-static void wgmma_64x64(float (&d)[32], u64 a, u64 b, int accumulate) {
+static void multiply_64x64(float (&d)[32], u64 a, u64 b, int accumulate) {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
     float left[2][16];
     for (int k = 0; k < 16; k++) left[0][k] = value_at(along(a, row, k)), left[1][k] = value_at(along(a, row + 8, k));
@@ -183,7 +199,7 @@ static void wgmma_64x64(float (&d)[32], u64 a, u64 b, int accumulate) {
     }
 }
 
-static void wgmma_64x256(float (&d)[128], const u32 (&a)[4], u64 b) {
+static void multiply_64x256(float (&d)[128], const std::array<u32, 4>& a, u64 b) {
     const int lane = threadIdx.x % 32, quad = lane & ~3;
     float left[2][16];  // rows r and r + 8; a quad has a row's sixteen numbers
     for (int half = 0; half < 2; half++)
@@ -204,4 +220,12 @@ static void wgmma_64x256(float (&d)[128], const u32 (&a)[4], u64 b) {
         }
         for (int i = 0; i < 2; i++) d[j / 2 * 4 + i * 2 + j % 2] += sum[i];
     }
+}
+
+static void wgmma_64x64(float (&d)[32], u64 a, u64 b, int accumulate) {
+    running[current].open.push_back([&d, a, b, accumulate] { multiply_64x64(d, a, b, accumulate); });
+}
+static void wgmma_64x256(float (&d)[128], const u32 (&a)[4], u64 b) {
+    std::array<u32, 4> words = {a[0], a[1], a[2], a[3]};
+    running[current].open.push_back([&d, words, b] { multiply_64x256(d, words, b); });
 }

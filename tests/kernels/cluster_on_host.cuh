@@ -223,7 +223,7 @@ static u32 upper_halves(u32 low, u32 high) { return low >> 16 | (high & 0xFFFF00
 static u32 __funnelshift_l(u32 low, u32 high, int step) { return high << step | low >> (32 - step); }
 static int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 
-static std::mt19937* shuffles = nullptr;  // where threads should take turns in a random order
+static std::mt19937* shuffles = nullptr;  // where threads should take turns in a random order, and get ahead of each other
 static std::function<void()> body;
 static void enter() {
     fibers[current].started = true;
@@ -232,8 +232,8 @@ static void enter() {
     yield();
 }
 
-// Runs `kernel` as `rows` clusters of `ranks` blocks, one after the other.
-static void run(int ranks, int rows, int threads, int shared_bytes, const std::function<void()>& kernel) {
+// Runs `kernel` as `rows` clusters of `ranks` blocks, one after the other. False if threads wait for each other for ever.
+static bool run(int ranks, int rows, int threads, int shared_bytes, const std::function<void()>& kernel) {
     body = kernel;
     for (int row = 0; row < rows; row++) {
         fibers = std::vector<Fiber>(ranks * threads);
@@ -255,16 +255,23 @@ static void run(int ranks, int rows, int threads, int shared_bytes, const std::f
         }
         std::vector<int> order(fibers.size());
         std::iota(order.begin(), order.end(), 0);
-        bool alive = true;
-        while (alive) {
-            alive = false;
-            if (shuffles != nullptr) std::shuffle(order.begin(), order.end(), *shuffles);
+        std::vector<bool> is_slow(fibers.size() / 128 + 1);  // groups of 128 threads that seldom have a turn, for some rounds
+        bool alive = true, moves = true;
+        for (int round = 0; alive; round++) {
+            if (!moves) return false;
+            alive = moves = false;
+            if (shuffles != nullptr) {
+                std::shuffle(order.begin(), order.end(), *shuffles);
+                if (round % 32 == 0) for (auto&& group : is_slow) group = (*shuffles)() % 2;
+            }
             for (int next : order) {
                 current = next;
                 Fiber& fiber = fibers[current];
                 if (fiber.done) continue;
                 alive = true;
                 if (fiber.awaited && fiber.awaited->generation == fiber.awaited_generation) continue;
+                moves = true;
+                if (is_slow[current / 128] && (*shuffles)() % 16 != 0) continue;
                 threadIdx = {fiber.thread, 0}, blockIdx = {fiber.rank, row};
                 if (_setjmp(scheduler) != 0) continue;
                 if (fiber.started) _longjmp(fiber.place, 1);
@@ -272,4 +279,5 @@ static void run(int ranks, int rows, int threads, int shared_bytes, const std::f
             }
         }
     }
+    return true;
 }

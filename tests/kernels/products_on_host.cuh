@@ -29,10 +29,10 @@ static int __shfl_up_sync(u32 mask, int value, int step) { return (int)__shfl_up
 
 // ------------------------------------------------------------------ mbarriers, named barriers
 
-struct Mbarrier { int size, left; long long bytes = 0; u32 phase = 0; };
+struct Mbarrier { int size, left; long long bytes = 0; Barrier phase; };  // phase.generation counts
 static std::map<u32, Mbarrier> mbarriers;
 static void settle(Mbarrier& b) {
-    if (b.left == 0 && b.bytes == 0) b.left = b.size, b.phase++;
+    if (b.left == 0 && b.bytes == 0) b.left = b.size, b.phase.generation++;
 }
 static void barrier_init(u32 barrier, u32 arrivals) { mbarriers[barrier] = {(int)arrivals, (int)arrivals}; }
 static void barrier_fence_init() {}
@@ -41,7 +41,8 @@ static void barrier_expect(u32 barrier, u32 bytes) { auto& b = mbarriers.at(barr
 static void barrier_arrive_at(u32 barrier, u32 rank) { barrier_arrive(remote(barrier, rank)); }
 static void came(u32 barrier, u32 bytes) { auto& b = mbarriers.at(barrier); b.bytes -= bytes, settle(b); }
 static void barrier_wait(u32 barrier, u32 parity) {
-    while (mbarriers.at(barrier).phase % 2 == parity) yield();
+    Barrier& phase = mbarriers.at(barrier).phase;
+    while (phase.generation % 2 == parity) wait(phase, phase.generation);
 }
 static std::map<std::pair<int, int>, Barrier> named;
 static void named_sync(int id, int threads) {

@@ -35,12 +35,7 @@ from tests.kernels.matrix_cases import (
     relative_error,
 )
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Freed GPU memory holds NaN, so that an output that was not written shows."""
-    if torch.cuda.is_available():
-        torch.full((1 << 26,), float("nan"), device="cuda")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 # ------------------------------------------------------------------ dense
@@ -354,6 +349,22 @@ def test_routed_experts_agree_with_the_reference(tokens, experts, slots, each_ke
     assert both.dtype == torch.bfloat16 and relative_error(both, (result + other).double()) < TOLERANCE
     one = routed_experts(x[:1], chosen[:1], gates[:1], *weights, 7.0)
     assert torch.equal(one, result[:1])  # whatever else is in the batch
+
+
+@gpu
+@hopper
+def test_experts_of_strided_rows(each_kernel):
+    torch.manual_seed(10)
+    begins, count, total = ranges([20, 30])
+    packed, scales = random_experts(2, 512, 256, 4, "cuda")
+    weights = arrange(packed, scales)
+    x, x_scales = quantize(torch.randn(total, 256, device="cuda"), 1)
+    wide = torch.zeros(total, 512, device="cuda").to(E4M3)
+    wide[:, 128:384] = x
+    out = torch.full((total, 520), float("nan"), dtype=torch.bfloat16, device="cuda")
+    grouped_gemm(wide[:, 128:384], x_scales, begins, count, weights, out[:, :512])
+    assert torch.equal(out[:, :512], grouped_gemm(x, x_scales, begins, count, weights))
+    assert out[:, 512:].isnan().all()
 
 
 @gpu

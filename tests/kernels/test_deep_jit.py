@@ -15,35 +15,19 @@ import pytest
 import torch
 
 from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
-from deepinfer.kernels.deep_jit.compilers import find_compiler, options
+from deepinfer.kernels.deep_jit.compilers import options
 from deepinfer.kernels.deep_jit.tensor_map import tensor_map
 from deepinfer.kernels.deep_jit.warmup import MODULES, all_builds, compile_all
+from tests.kernels.small_kernel import SCALE, has_compiler, needs_compiler, write_scale
 
 PACKAGE = Path(__file__).parents[2] / "deepinfer"
-SCALE = """
-#include "factor.cuh"
-extern "C" __global__ void scale(float* x) { x[blockIdx.x * WIDTH + threadIdx.x] *= FACTOR; }
-"""
-
-
-def has_compiler() -> bool:
-    try:
-        return bool(find_compiler())
-    except CompileError:
-        return False
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="neither NVRTC nor nvcc here")
 
 
 @pytest.fixture
 def source(tmp_path, monkeypatch) -> Path:
     """A small kernel with a header, and an empty cache."""
     monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "factor.cuh").write_text("#pragma once\n#define FACTOR 2.0f\n")
-    path = tmp_path / "scale.cu"
-    path.write_text(SCALE)
-    return path
+    return write_scale(tmp_path)
 
 
 # ------------------------------------------------------------------ the repository's kernels

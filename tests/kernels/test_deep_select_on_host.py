@@ -24,10 +24,14 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 SOURCE = """
 #include "{file}"
-extern "C" void on_host(const {params}* p, int ranks, int rows, int shared_bytes) {{
-    run(ranks, rows, THREADS, shared_bytes, [=] {{ {name}(*p); }});
+extern "C" bool on_host(const {params}* p, int ranks, int rows, int shared_bytes) {{
+    return run(ranks, rows, THREADS, shared_bytes, [=] {{ {name}(*p); }});
 }}
 """
+
+
+def check_ended(ended: bool, *_: Any) -> None:
+    assert ended, "threads wait for each other for ever"
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Build, str],
             answer = subprocess.run([*command, "-o", f"{name}.so"], cwd=folder, capture_output=True, text=True)
             assert answer.returncode == 0, answer.stderr[:3000]
             built[name] = ctypes.CDLL(str(folder / f"{name}.so")).on_host
+            built[name].restype, built[name].errcheck = ctypes.c_bool, check_ended
         return built[name]
 
     return compile_for_host

@@ -21,12 +21,10 @@ from tests.kernels.test_flash_mla import (
     gpu,
     hopper,
     make_case,
-    poisoned_memory,
     relative_error,
 )
 
-pytestmark = [gpu, hopper]
-__all__ = ["poisoned_memory"]
+pytestmark = [gpu, hopper, pytest.mark.usefixtures("poisoned_memory")]
 
 
 def attend(case: Case, kinds: str, split: int) -> Tensor:

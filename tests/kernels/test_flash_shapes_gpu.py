@@ -27,6 +27,7 @@ from deepinfer.kernels.reference.quant import (
 from tests.kernels.cases import hc_mix, normal
 from tests.kernels.matrix_cases import TOLERANCE, dequantize, gpu, hopper, relative_error
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DIM, INNER, ACTIVE = 5120, 2304, 6
 LINEARS = {  # rows, columns of the weight
     "wq_a and wkv": (1792, DIM),

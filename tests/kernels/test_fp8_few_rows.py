@@ -9,12 +9,7 @@ from deepinfer.kernels.deep_gemm.activations import quantize_rows
 from deepinfer.kernels.deep_gemm.fp8_few_rows import fp8_few_rows
 from tests.kernels.matrix_cases import TOLERANCE, dequantize, gpu, hopper, quantize, random_matrix, relative_error
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Freed GPU memory holds NaN, so that an output that was not written shows."""
-    if torch.cuda.is_available():
-        torch.full((1 << 26,), float("nan"), device="cuda")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @gpu

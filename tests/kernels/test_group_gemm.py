@@ -21,12 +21,7 @@ from tests.kernels.matrix_cases import (
 
 BF16_TOLERANCE = 2.5e-3  # FP32 sums, rounded once
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Freed GPU memory holds NaN, so that an output that was not written shows."""
-    if torch.cuda.is_available():
-        torch.full((1 << 26,), float("nan"), device="cuda")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=[0, 1 << 20], ids=["many", "few"])

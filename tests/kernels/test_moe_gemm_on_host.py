@@ -25,10 +25,12 @@ BLOCKS = 2  # of the persistent kernel
 HOST_SOURCE = """
 #include "deep_jit/hopper.cuh"
 #include "deep_gemm/moe_gemm.cu"
-extern "C" void on_host(const Params* p, const TensorMap* x, const TensorMap* scales, int blocks) {
+extern "C" bool on_host(const Params* p, const TensorMap* x, const TensorMap* scales, int blocks) {
     grid_size = blocks;
     products.clear(), named.clear(), warpgroups.clear();
-    run(1, blocks, THREADS, 232448, [=] { moe_gemm(*p, *x, *scales); });
+    std::mt19937 random(p->tokens);
+    shuffles = &random;  // threads take turns in any order
+    return run(1, blocks, THREADS, 232448, [=] { moe_gemm(*p, *x, *scales); });
 }
 """
 
@@ -73,6 +75,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[_Variant], A
             answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
             assert answer.returncode == 0, answer.stderr[:3000]
             built[variant] = ctypes.CDLL(str(folder / library)).on_host
+            built[variant].restype = ctypes.c_bool
         return built[variant]
 
     return compile_for_host
@@ -97,7 +100,8 @@ def launch(request, compiled) -> Launch:
         params.row_blocks, params.k_blocks = weights.tiles.shape[1:3]
         maps = host_map(x.view(torch.uint8), (16, 128), True), host_map(layout[:, :rows], (1, 128), False)
         on_host = compiled(_Variant(weights.gate_up, request.param))
-        on_host(ctypes.byref(params), ctypes.byref(maps[0]), ctypes.byref(maps[1]), BLOCKS)
+        ended = on_host(ctypes.byref(params), ctypes.byref(maps[0]), ctypes.byref(maps[1]), BLOCKS)
+        assert ended, "threads wait for each other for ever"
 
     return run
 

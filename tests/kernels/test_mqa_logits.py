@@ -12,12 +12,7 @@ from deepinfer.kernels.reference.indexer import index_scores as reference_scores
 from deepinfer.kernels.reference.quant import mxfp4_round_trip, pack_mxfp4_row, unpack_mxfp4_row
 from tests.kernels.matrix_cases import E4M3, gpu, hopper, relative_error
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Freed GPU memory holds NaN, so that an output that was not written shows."""
-    if torch.cuda.is_available():
-        torch.full((1 << 26,), float("nan"), device="cuda")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def random_query(tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

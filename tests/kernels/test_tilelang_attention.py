@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from tests.kernels.test_flash_mla import KINDS, ROUNDING, make_case, poisoned_memory, relative_error
+from tests.kernels.test_flash_mla import KINDS, ROUNDING, make_case, relative_error
 
 tilelang = pytest.importorskip("tilelang")
 compile_for_hopper = importlib.import_module("tests.kernels.tilelang_for_hopper").compile_for_hopper
 tilelang_ops = importlib.import_module("deepinfer.kernels.tilelang_ops")
 PLAIN = (("bfloat16", 134, 134 * 512, 512), ("bfloat16", 64, 64 * 512, 512))
 PACKED = (("fp8", 134, 134 * 528, 528), ("nvfp4", 128, 128 * 288, 288))
-__all__ = ["poisoned_memory"]
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.parametrize(

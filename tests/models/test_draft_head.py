@@ -260,10 +260,10 @@ def test_checkpoint_round_trip(tmp_path, with_calibration):
 @pytest.mark.parametrize(
     "text",
     [
-        *("{}", "[]", "\x00", '{"temperatures": [1, 2]}', '{"temperatures": [1, 0, 1]}'),
+        *("{}", "[]", "[" * 200_000, "\x00", '{"temperatures": [1, 2]}', '{"temperatures": [1, 0, 1]}'),
         *(
             f'{{"temperatures": [1, 1, 1], "draft_temperature": {bad}}}'
-            for bad in ("0", "-1", "NaN", "Infinity", "null")
+            for bad in ("0", "-1", "NaN", "Infinity", "null", "1" + "0" * 400, "1e-39", "1e39")
         ),
     ],
 )

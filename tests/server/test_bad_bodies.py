@@ -19,6 +19,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 CONTENT = {"/v1/completions": "prompt", "/v1/responses": "input"}  # the others: messages
 MEGABYTES = 100
+EOS = 1
 pytestmark = pytest.mark.parametrize("path", BODIES)
 
 
@@ -56,7 +57,8 @@ def test_wrong_types(server: Server, path: str, field: str, wrong: Any) -> None:
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     stop = "stop_sequences" if path == "/v1/messages" else "stop"
     name = {"content": CONTENT.get(path, "messages"), "limit": limit, "stop": stop}.get(field, field)
-    answer = server.http.post(path, json={"model": MODEL, **BODIES[path], name: wrong})
+    soon = {"allowed_token_ids": [EOS]} if (field, wrong) == ("limit", None) else {}  # no limit, and an early end
+    answer = server.http.post(path, json={"model": MODEL, **BODIES[path], name: wrong} | soon)
     if answer.status_code != 200:  # null is no value, a text or a list of token IDs is a prompt
         check_error(path, answer, 404 if field == "model" and isinstance(wrong, str) else 400)
     else:

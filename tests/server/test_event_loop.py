@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,8 @@ from starlette.types import Message, Receive, Scope, Send
 from deepinfer.server import body as body_module
 from deepinfer.server import connection as connection_module
 from deepinfer.server.errors import ApiError
+from deepinfer.server.streams import whole_answer
+from deepinfer.server.workers import Workers
 from tests.server.process import KEY, MODEL, Server
 
 BOUND = 2.0  # seconds that /health may take; it is a few hundredths on a quiet machine
@@ -163,6 +166,20 @@ def test_many_heavy_requests_at_once_wait_for_each_other(server: Server) -> None
     assert statuses == [400] * 24
     assert not probe.failures
     assert 0 < probe.worst["health"] < BOUND and 0 < probe.worst["completion"] < 2 * BOUND
+
+
+def test_a_long_answer_is_made_beside_the_event_loop() -> None:
+    """One with log-probabilities of prompts has megabytes; this one waits for the event loop to go on meanwhile."""
+    app = SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(workers=Workers())))
+    went_on = threading.Event()
+
+    async def answer() -> bytes:
+        request = Request({"type": "http", "app": app})
+        request.state.body_bytes = 0
+        asyncio.get_running_loop().call_later(0.01, went_on.set)
+        return bytes((await whole_answer(request, lambda: {"went_on": went_on.wait(10)}, True)).body)
+
+    assert json.loads(asyncio.run(answer())) == {"went_on": True}
 
 
 def test_a_long_text_is_encoded_as_a_short_one_is(server: Server) -> None:

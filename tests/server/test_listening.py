@@ -1,6 +1,7 @@
 """Where the server listens (TLS, a Unix socket), what it says while the model loads, and what it logs."""
 
 import json
+import logging
 import re
 import shutil
 import signal
@@ -17,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
+from deepinfer.engine.process import show_log
+from deepinfer.observability.log_format import apply_log_config
 from deepinfer.server.listening import Listening, bind_path
 from tests.server.process import MODEL, Server, start_server
 
@@ -225,6 +228,42 @@ def test_refused_requests_are_logged_without_what_they_held(json_log: Server) ->
     assert not any("hush" in text or "made-up" in text for text in json_log.log)
     others = [text for text in json_log.log if text.strip() and not text.startswith("{")]
     assert [text.partition(" ")[0] for text in others] == ["serving"], "every other line is JSON"
+
+
+def test_a_log_config_says_where_the_log_of_a_process_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, config = tmp_path / "server.log", tmp_path / "log.json"
+    handler = {"class": "logging.FileHandler", "filename": str(log), "formatter": "mine"}
+    settings = {
+        "version": 1,
+        "formatters": {"mine": {"format": "%(name)s | %(message)s"}},
+        "handlers": {"file": handler},
+        "loggers": {"deepinfer": {"handlers": ["file"], "level": "INFO"}},
+    }
+    config.write_text(json.dumps(settings))
+    monkeypatch.setenv("DEEPINFER_LOG_CONFIG_FILE", str(config))
+    logger = logging.getLogger("deepinfer")
+    before = logger.level, logger.handlers[:], logger.propagate
+    logger.handlers.clear()
+    try:
+        show_log("error")
+        logging.getLogger("deepinfer.server.requests").info("a request")
+    finally:
+        logger.handlers[0].close()
+        logger.level, logger.handlers[:], logger.propagate = before
+        logger.setLevel(before[0])
+    assert log.read_text() == "deepinfer.server.requests | a request\n"
+
+
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", "[" * 200_000, '{"version": 2}', '{"version": 1, "handlers": {"a": {"class": "b"}}}']
+)
+def test_a_bad_log_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    path = tmp_path / "log.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("DEEPINFER_LOG_CONFIG_FILE", str(path))
+    with pytest.raises(ValueError, match="^DEEPINFER_LOG_CONFIG_FILE: .*log.json is no logging configuration"):
+        apply_log_config()
 
 
 def test_bodies_are_logged_only_when_asked_for(checkpoint: Path) -> None:

@@ -37,6 +37,7 @@ FOREIGN: dict[str, Any] = {
     "max_completion_tokens": 5, "thinking_token_budget": 5, "chat_template": "x", "documents": [{"text": "a"}],
     "chat_template_kwargs": {"thinking": True}, "echo": True, "continue_final_message": True,
     "add_generation_prompt": False, "prompt_logprobs": 1, "logprob_token_ids": [4],
+    "repetition_detection": {"max_pattern_size": 2, "min_count": 3},
 }  # fmt: skip
 
 
@@ -101,6 +102,20 @@ def test_the_client_names_its_request(server: Server, path: str, name: str) -> N
         next(lines)
         assert server.http.post("/abort_request", json={"rid": "mine-7"}).json()["aborted"] == ["mine-7"]
         assert any('"abort"' in line for line in lines)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_answer_that_repeats_itself_ends(server: Server, path: str) -> None:
+    """Only one token is allowed: a pattern as soon as it stands there four times."""
+    body = (CHAT if "chat" in path else TEXT) | {"allowed_token_ids": [20], "max_tokens": 20, "return_token_ids": True}
+    asked = body | {"repetition_detection": {"max_pattern_size": 2, "min_count": 4}}
+    choice = server.http.post(path, json=asked).json()["choices"][0]
+    assert choice["token_ids"] == [20] * 4
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "repetition_detected")
+    refused = server.http.post(path, json=body | {"repetition_detection": {"max_pattern_size": 65, "min_count": 2}})
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["param"] == "repetition_detection"
+    assert error["message"].startswith("repetition_detection.max_pattern_size must be an integer in [1, 64]")
 
 
 @pytest.mark.parametrize("keep", [1, 3, 1000])

@@ -41,30 +41,30 @@ INLINE vec bf16_lanes(const uint16_t *values) {
 #endif
 }
 
-// The bits of a byte, moved up, are those of its value times 2^-8 in half precision; NaN is put in.
+// E4M3 values times 2^-8: the bits of a byte, moved up, are those in half precision; NaN is put in.
 INLINE vec e4m3_lanes(const uint8_t *bytes) {
 #if LANES == 16
     const __m256i nan = _mm256_set1_epi16(0x7f), wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)bytes));
     const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
     const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(wide, nan), nan);
-    return (vec)_mm512_cvtph_ps(_mm256_mask_mov_epi16(bits, is_nan, _mm256_set1_epi16(0x7e00))) * 256.0f;
+    return (vec)_mm512_cvtph_ps(_mm256_mask_mov_epi16(bits, is_nan, _mm256_set1_epi16(0x7e00)));
 #elif defined(__AVX2__) && defined(__F16C__)
     const __m128i nan = _mm_set1_epi16(0x7f), wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)bytes));
     const __m128i bits = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbf80));
     const __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(wide, nan), nan);
-    return (vec)_mm256_cvtph_ps(_mm_blendv_epi8(bits, _mm_set1_epi16(0x7e00), is_nan)) * 256.0f;
+    return (vec)_mm256_cvtph_ps(_mm_blendv_epi8(bits, _mm_set1_epi16(0x7e00), is_nan));
 #else
     float out[LANES];
 #pragma omp simd
-    for (int i = 0; i < LANES; i++) out[i] = e4m3_value(bytes[i]);
+    for (int i = 0; i < LANES; i++) out[i] = e4m3_value(bytes[i]) * 0x1p-8f;
     return load(out);
 #endif
 }
 
 enum { GROUP = 32 / LANES };  // vectors of 32 values
 
-// 16 bytes of E2M1 pairs -> 32 values, low nibble first.
-INLINE void e2m1_group(const uint8_t *packed, vec out[GROUP]) {
+// 16 bytes of E2M1 pairs -> 32 values, low nibble first; a scale for each half. The tables are scaled, not the values.
+INLINE void e2m1_group(const uint8_t *packed, const float scale[2], vec out[GROUP]) {
 #if defined(__AVX2__)
     // Look-ups read the low bits of an index only, so the other nibble may stay in it.
     const __m128i bytes = _mm_loadu_si128((const __m128i *)packed), shifted = _mm_srli_epi16(bytes, 4);
@@ -72,20 +72,24 @@ INLINE void e2m1_group(const uint8_t *packed, vec out[GROUP]) {
 #endif
 #if LANES == 16
     const __m512 table = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-    for (int v = 0; v < 2; v++) out[v] = (vec)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes[v]), table);
+    for (int v = 0; v < 2; v++) {
+        const __m512 scaled = _mm512_mul_ps(table, _mm512_set1_ps(scale[v]));
+        out[v] = (vec)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes[v]), scaled);
+    }
 #elif defined(__AVX2__)
     const __m256 table = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
     const __m256i sign = _mm256_set1_epi32((int)0x80000000u);
     for (int v = 0; v < 4; v++) {
+        const __m256 scaled = _mm256_mul_ps(table, _mm256_set1_ps(scale[v / 2]));
         const __m256i code = _mm256_cvtepu8_epi32(v % 2 ? _mm_srli_si128(codes[v / 2], 8) : codes[v / 2]);
         const __m256i negative = _mm256_and_si256(_mm256_slli_epi32(code, 28), sign);
-        out[v] = (vec)_mm256_xor_ps(_mm256_permutevar8x32_ps(table, code), _mm256_castsi256_ps(negative));
+        out[v] = (vec)_mm256_xor_ps(_mm256_permutevar8x32_ps(scaled, code), _mm256_castsi256_ps(negative));
     }
 #else
     float values[32];
     for (int i = 0; i < 16; i++) {
-        values[2 * i] = e2m1_value(packed[i] & 15);
-        values[2 * i + 1] = e2m1_value(packed[i] >> 4);
+        values[2 * i] = e2m1_value(packed[i] & 15) * scale[i / 8];
+        values[2 * i + 1] = e2m1_value(packed[i] >> 4) * scale[i / 8];
     }
     for (int v = 0; v < GROUP; v++) out[v] = load(values + v * LANES);
 #endif
@@ -95,16 +99,17 @@ INLINE void e2m1_group(const uint8_t *packed, vec out[GROUP]) {
 INLINE void decode_group(const int kind, const uint8_t *values, const uint8_t *scales, i64 g, vec out[GROUP]) {
     if (kind == ROW_BF16) {
         for (int v = 0; v < GROUP; v++) out[v] = bf16_lanes((const uint16_t *)values + 32 * g + v * LANES);
-        return;
+    } else if (kind == ROW_FP8) {
+        const int is_large = scales[g] > 246;  // 2^8 times such a scale is no number
+        const float scale = e8m0_value(scales[g]) * (is_large ? 1.0f : 256.0f);
+        for (int v = 0; v < GROUP; v++) out[v] = e4m3_lanes(values + 32 * g + v * LANES) * scale;
+        for (int v = 0; is_large && v < GROUP; v++) out[v] *= 256.0f;
+    } else if (kind == ROW_MXFP4) {
+        const float scale = e8m0_value(scales[g]);
+        e2m1_group(values + 16 * g, (float[2]){scale, scale}, out);
+    } else {
+        e2m1_group(values + 16 * g, (float[2]){e4m3_value(scales[2 * g]), e4m3_value(scales[2 * g + 1])}, out);
     }
-    float scale[2];
-    if (kind == ROW_NVFP4)
-        for (int half = 0; half < 2; half++) scale[half] = e4m3_value(scales[2 * g + half]);
-    else scale[0] = scale[1] = e8m0_value(scales[g]);
-    if (kind == ROW_FP8)
-        for (int v = 0; v < GROUP; v++) out[v] = e4m3_lanes(values + 32 * g + v * LANES);
-    else e2m1_group(values + 16 * g, out);
-    for (int v = 0; v < GROUP; v++) out[v] *= scale[2 * v / GROUP];
 }
 
 INLINE void decode_groups(const int kind, const uint8_t *values, const uint8_t *scales, i64 dim, float *out) {

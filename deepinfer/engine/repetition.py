@@ -1,0 +1,28 @@
+"""Outputs that go round in circles: the same few tokens again and again (SamplingParams.repetition_detection)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+
+
+class RepetitionDetector:
+    """For every pattern length: how many of the latest tokens equal the one so many places before.
+
+    Args:
+        asked: max_pattern_size, min_pattern_size and min_count; see SamplingParams.
+    """
+
+    def __init__(self, asked: Mapping[str, int]) -> None:
+        self._sizes = range(asked["min_pattern_size"], asked["max_pattern_size"] + 1)
+        self._count = asked["min_count"]
+        self._runs = [0] * len(self._sizes)
+
+    def repeats(self, token_ids: array, begin: int) -> bool:
+        """Whether token_ids[begin:] ends with min_count times the same pattern. Call it for every new token."""
+        length, last = len(token_ids) - begin, token_ids[-1]
+        for i, size in enumerate(self._sizes):
+            self._runs[i] = self._runs[i] + 1 if length > size and token_ids[-1 - size] == last else 0
+            if self._runs[i] >= size * (self._count - 1):
+                return True
+        return False
