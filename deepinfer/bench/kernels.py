@@ -153,7 +153,7 @@ def cast_cases(tokens: int) -> Iterator[Case]:
     yield "cast to FP8, a scale a channel", "cast_groups", 3 * values, cast("e4m3", "float32", tokens, 1)
     yield "cast to FP8, a scale for 128 tokens of a channel", "cast_groups", 3 * values, cast("e4m3", "float32", 128, 1)
     yield "cast to NVFP4", "cast_groups", 2 * values + values * 9 // 16, cast("e2m1", "e4m3", 1, 16)
-    yield "cast to MXFP4", "cast_groups", tokens * (2 * DIM + fp4), cast("e2m1", "ue8m0", 1, 32)
+    yield "cast to MXFP4", "cast_groups", 2 * values + values * 17 // 32, cast("e2m1", "ue8m0", 1, 32)
     codes = torch.randint(0, 126, (tokens, DIM), dtype=torch.uint8, device="cuda")
     scales = torch.rand(tokens, 1, device="cuda")
     yield (
