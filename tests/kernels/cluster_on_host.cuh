@@ -165,9 +165,7 @@ static void add_released(u32* at) { ++*at; }
 static u32 load_acquired(const u32* at) { u32 value = *at; yield(); return value; }
 static float load_shared_by_all(const float* at) { return *at; }
 static uint4 load_shared_by_all(const u16* at) { uint4 v; memcpy(&v, at, 16); return v; }
-template <bool FIRST_OUT>
 static uint4 load_vector(const u16* at) { uint4 v; memcpy(&v, at, 16); return v; }
-template <bool FIRST_OUT>
 static void store_vector(u16* at, uint4 v) { memcpy(at, &v, 16); }
 static void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     u64 words[3][32], own[3] = {a0 | (u64)a1 << 32, a2 | (u64)a3 << 32, b0 | (u64)b1 << 32};

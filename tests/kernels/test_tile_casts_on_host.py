@@ -82,7 +82,7 @@ def test_swiglu(compiled, n: int, width: int):  # noqa: F811
     x = hard_rows(n, 2 * width)
     out = outputs(n, width, (n, width // 32), True)
     on_host = compiled(casts.swiglu_build(width), "FusedParams")
-    blocks = -(-n * width // 8 // (2 * casts.THREADS))
+    blocks = -(-n * width // 8 // (2 * casts.SWIGLU_THREADS))
     on_host(ctypes.byref(casts.fused_parameters(x, (None, None, None), out, 10.0)), blocks, 1, casts.SHARED_BYTES)
     assert_cast_of(swiglu.reference(x, 10.0), *out)
 

@@ -37,6 +37,7 @@ def test_mix_of_many_tokens(n: int, after_sub_layer: bool):
         t.cuda() if isinstance(t, Tensor) else t for t in hc_mix(g, n, 4, 5120)
     )
     h, y = normal(g, n, 4, 5120).bfloat16().cuda(), normal(g, n, 5120).bfloat16().cuda()
+    norm = norm.bfloat16()
     mix = (y, normal(g, n, 4).cuda(), torch.rand(n, 4, 4, generator=g).cuda()) if after_sub_layer else None
     arguments = h, mix, p_prev, (fn, scale, base, norm), constants
     result, again = mix_many(*arguments), mix_many(*arguments)

@@ -16,7 +16,7 @@ from deepinfer.kernels.cuda.common import covered
 from deepinfer.kernels.reference import hyper_connection  # noqa: F401  (defines the operations)
 from deepinfer.kernels.registry import backend
 from deepinfer.kernels.tile_kernels.hyper_connection import mix_few
-from deepinfer.kernels.tile_kernels.mix_streams import mix_many
+from deepinfer.kernels.tile_kernels.mix_streams import FEWEST, mix_many
 
 MAX_HC = 8
 PROGRAMS = 528  # of the second kernel: four a multiprocessor
@@ -190,10 +190,9 @@ def _enter(h, y, post, comb, p_prev, fn, scale, base, norm_weight, sinkhorn_iter
     h, p_prev, fn, scale, base = (t.contiguous() for t in (h, *wide))
     mix = None if y is None else (y.contiguous(), post.contiguous(), comb.contiguous())
     weights = fn, scale, base, norm_weight.contiguous()
-    for mix_in_cuda_cpp in (mix_few, mix_many):
-        mixed = mix_in_cuda_cpp(h, mix, p_prev, weights, (sinkhorn_iters, hc_eps, rms_eps))
-        if mixed is not None:
-            return mixed
+    mixed = (mix_many if n >= FEWEST else mix_few)(h, mix, p_prev, weights, (sinkhorn_iters, hc_eps, rms_eps))
+    if mixed is not None:
+        return mixed
     mixes = hc * (2 + hc)
     padded = max(triton.next_power_of_2(mixes + 1), 16)
     # Few tokens: split the columns over many programs. Many tokens: they fill the device by themselves.

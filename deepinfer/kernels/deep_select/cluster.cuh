@@ -171,27 +171,9 @@ DEVICE void widen_e4m3(u32 codes, float* value) {
         : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3]) : "r"(codes));
 }
 
-// 8 BF16 numbers. FIRST_OUT: they are the first to leave the L2 cache.
-template <bool FIRST_OUT>
-DEVICE uint4 load_vector(const u16* at) {
-    if (!FIRST_OUT) return *reinterpret_cast<const uint4*>(at);
-    uint4 v;
-    asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-                 "ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], policy;\n}"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
-
-template <bool FIRST_OUT>
-DEVICE void store_vector(u16* at, uint4 v) {
-    if (!FIRST_OUT) {
-        *reinterpret_cast<uint4*>(at) = v;
-        return;
-    }
-    asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-                 "st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, policy;\n}"
-                 :: "l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
+// 8 BF16 numbers.
+DEVICE uint4 load_vector(const u16* at) { return *reinterpret_cast<const uint4*>(at); }
+DEVICE void store_vector(u16* at, uint4 v) { *reinterpret_cast<uint4*>(at) = v; }
 
 // c [16, 8] += a [16, 16] b [16, 8] by a warp: rows lane / 4 and + 8; of a and b columns 2 (lane % 4), + 1, and + 8, + 9.
 DEVICE void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

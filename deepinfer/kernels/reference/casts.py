@@ -24,12 +24,12 @@ def _blocks(x: Tensor, group_rows: int, group_columns: int) -> Tensor:
 
 def _scale(amax: Tensor, values: str, scales: str) -> tuple[Tensor, Tensor]:
     """Scale of each group in the dtype of amax, and what is stored of it."""
-    most = MOST[values]
+    most = torch.full_like(amax, MOST[values])  # a GPU would multiply by the inverse of a number
     if scales == "float32":
-        scale = (amax.float().clamp_min(1e-4) / most).masked_fill(~amax.isfinite(), torch.nan)
+        scale = (amax.float().clamp_min(1e-4) / most.float()).masked_fill(~amax.isfinite(), torch.nan)
         return scale, scale
     if scales == "e4m3":
-        scale = quant.e4m3_round(amax.clamp_min(most * 2.0**-9) / most)
+        scale = quant.e4m3_round(amax.clamp_min(MOST[values] * 2.0**-9) / most)
         return scale, scale.float().to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(scale.isnan(), 0x7F)
     group = amax.unsqueeze(-1)
     exponent = (quant.fp8_group_exponent if values == "e4m3" else quant.mxfp4_group_exponent)(group, 1)[..., 0]

@@ -17,7 +17,7 @@ from deepinfer.kernels.deep_select.top_k import is_hopper
 logger = logging.getLogger(__name__)
 
 VECTOR = 8  # values of a load
-THREADS = 256  # of a block
+THREADS, SWIGLU_THREADS = 256, 128  # of a block
 STRIP, WIDE_STRIP = 32, 128  # columns of a block or cluster with a scale for each; of few rows
 CLUSTER, STRIP_ROWS = 8, 512  # blocks of a cluster, and most rows of one
 GROUP = 32  # values with a scale behind another operation
@@ -68,7 +68,7 @@ def strip_of(height: int, columns: int, width: int) -> int:
 def tiles_build(strip: int, height: int, columns: int, ue8m0: bool) -> Build:
     """A scale for `height` rows and `columns` columns; columns 1: rows of one block or of a cluster's."""
     if columns > 1:
-        shape = {"CHANNELS": 0, "COLUMNS": columns, "ROWS": height, "BLOCKS": 5}
+        shape = {"CHANNELS": 0, "COLUMNS": columns, "ROWS": height, "BLOCKS": 4}
     else:
         cluster = 1 if height <= STRIP_ROWS else CLUSTER
         at_once = THREADS * VECTOR // strip
@@ -82,7 +82,7 @@ def norm_build(width: int) -> Build:
 
 
 def swiglu_build(width: int) -> Build:
-    return _build("swiglu_cast", "fused_casts.cu", WIDTH=width, THREADS=THREADS, BLOCKS=5)
+    return _build("swiglu_cast", "fused_casts.cu", WIDTH=width, THREADS=SWIGLU_THREADS, BLOCKS=10)
 
 
 def rope_build(heads: int, dim: int, pairs: int) -> Build:
@@ -199,7 +199,7 @@ def swiglu_cast(x: Tensor, limit: float) -> tuple[Tensor, Tensor] | None:
     if width % GROUP or not in_vectors(x) or not _runs_on(x):
         return None
     kernel = _kernel(swiglu_build, x.device.index, width)
-    return _launch_fused(kernel, width, 2 * THREADS, x, (None, None, None), limit)
+    return _launch_fused(kernel, width, 2 * SWIGLU_THREADS, x, (None, None, None), limit)
 
 
 def rope_cast(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> tuple[Tensor, Tensor] | None:

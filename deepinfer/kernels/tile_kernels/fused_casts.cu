@@ -21,8 +21,6 @@ struct FusedParams {
     float value;  // epsilon of the norm, limit of the activation, sign of the rotation
 };
 
-DEVICE uint4 load(const u16* at) { return *reinterpret_cast<const uint4*>(at); }
-
 DEVICE void widen(uint4 words, float (&value)[8]) {
     value[0] = low_of(words.x), value[1] = high_of(words.x), value[2] = low_of(words.y), value[3] = high_of(words.y);
     value[4] = low_of(words.z), value[5] = high_of(words.z), value[6] = low_of(words.w), value[7] = high_of(words.w);
@@ -59,8 +57,8 @@ KERNEL(THREADS, BLOCKS) norm_cast(const FusedParams p) {
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         int at = thread + i * THREADS;
-        words[i] = at < ACROSS ? load(p.x + row * p.stride + 8 * at) : none;
-        weights[i] = at < ACROSS ? load(p.weight + 8 * at) : none;
+        words[i] = at < ACROSS ? load_vector(p.x + row * p.stride + 8 * at) : none;
+        weights[i] = at < ACROSS ? load_vector(p.weight + 8 * at) : none;
     }
     float sum = 0, value[8], weight[8];
 #pragma unroll
@@ -98,8 +96,8 @@ KERNEL(THREADS, BLOCKS) swiglu_cast(const FusedParams p) {
     for (int i = 0; i < AT_ONCE; i++) {
         u32 at = first + i * THREADS;
         const u16* source = p.x + at / ACROSS * p.stride + at % ACROSS * 8;
-        gates[i] = at < vectors ? load(source) : none;
-        ups[i] = at < vectors ? load(source + WIDTH) : none;
+        gates[i] = at < vectors ? load_vector(source) : none;
+        ups[i] = at < vectors ? load_vector(source + WIDTH) : none;
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
@@ -128,7 +126,7 @@ KERNEL(THREADS, BLOCKS) rope_cast(const FusedParams p) {
     for (int i = 0; i < at_once; i++) {
         u32 at = first + i * THREADS, within = at % ACROSS, head = within / (HEAD / 8);
         const u16* source = p.x + at / ACROSS * p.stride + head * p.head_stride + within % (HEAD / 8) * 8;
-        words[i] = at < vectors ? load(source) : none;
+        words[i] = at < vectors ? load_vector(source) : none;
     }
 #pragma unroll
     for (int i = 0; i < at_once; i++) {

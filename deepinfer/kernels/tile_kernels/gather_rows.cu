@@ -3,7 +3,7 @@
 // A warp takes ROWS rows whose loads are all on their way together: 8 bytes a lane and row, the scales of all rows in one
 // more. So a row's bytes are asked for at once, which is what a row far from the last one needs.
 //
-// Macros: ROWS (at most 16), ONCE (the result is the first to leave the L2 cache), CLUSTER = 1.
+// Macros: ROWS (at most 16), CLUSTER = 1.
 #include "../deep_select/cluster.cuh"
 
 #define THREADS 128
@@ -49,6 +49,6 @@ KERNEL(THREADS, 8) gather_rows(const GatherParams p) {
         widen_e4m3(codes[i].y, value + 4);
         uint4 words = {pack_bf16(value[0] * scale, value[1] * scale), pack_bf16(value[2] * scale, value[3] * scale),
                        pack_bf16(value[4] * scale, value[5] * scale), pack_bf16(value[6] * scale, value[7] * scale)};
-        if (first + i < p.count) store_vector<ONCE>(p.out + (static_cast<long long>(first) + i) * DIM + 8 * lane, words);
+        if (first + i < p.count) store_vector(p.out + (static_cast<long long>(first) + i) * DIM + 8 * lane, words);
     }
 }

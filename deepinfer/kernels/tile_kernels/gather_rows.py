@@ -16,7 +16,7 @@ from deepinfer.kernels.deep_select.top_k import is_hopper
 logger = logging.getLogger(__name__)
 
 DIM, ROW_BYTES = 256, 264  # values of a row; with its scales
-THREADS, WARPS, ROWS = 128, 4, 8
+THREADS, WARPS, ROWS = 128, 4, 2
 
 
 class _Params(ctypes.Structure):
@@ -30,7 +30,7 @@ class _Params(ctypes.Structure):
 
 
 def build() -> Build:
-    return Build("gather_rows", Path(__file__).parent / "gather_rows.cu", {"ROWS": ROWS, "ONCE": 0, "CLUSTER": 1})
+    return Build("gather_rows", Path(__file__).parent / "gather_rows.cu", {"ROWS": ROWS, "CLUSTER": 1})
 
 
 def builds() -> list[Build]:

@@ -9,8 +9,7 @@
 // and norms the mix-in, which is still in the L2 cache. So every row moves once between card and memory. A warp waits for
 // those of the other slices, so all blocks must run at a time: at most one a multiprocessor, in a cooperative launch.
 //
-// Macros: DIM, SLICE = DIM / 16, THREADS, TOGETHER, POST (else the streams are mixed in as they are), ONCE (streams are
-// the first to leave the L2 cache), CLUSTER = 1.
+// Macros: DIM, SLICE = DIM / 16, THREADS, TOGETHER, POST (else the streams are mixed in as they are), CLUSTER = 1.
 #include "../deep_select/cluster.cuh"
 #include "sinkhorn.cuh"
 
@@ -62,12 +61,12 @@ DEVICE void load_streams(const StreamParams& p, long long row, int column, int t
     for (int j = 0; j < HC; j++) {
 #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
-            streams[i].h[token][j] = load_vector<ONCE>(p.h + (row * HC + j) * DIM + column + 32 * i);
+            streams[i].h[token][j] = load_vector(p.h + (row * HC + j) * DIM + column + 32 * i);
         }
     }
 #pragma unroll
     for (int i = 0; i < TOGETHER; i++) {
-        if (POST) streams[i].y[token] = load_vector<ONCE>(p.y + row * DIM + column + 32 * i);
+        if (POST) streams[i].y[token] = load_vector(p.y + row * DIM + column + 32 * i);
     }
 }
 
@@ -76,9 +75,9 @@ DEVICE void store_streams(
 ) {
 #pragma unroll
     for (int j = 0; j < HC; j++) {
-        if (POST) store_vector<ONCE>(p.after + (row * HC + j) * DIM + column, streams.h[token][j]);
+        if (POST) store_vector(p.after + (row * HC + j) * DIM + column, streams.h[token][j]);
     }
-    store_vector<false>(p.x + row * DIM + column, mixed);
+    store_vector(p.x + row * DIM + column, mixed);
 }
 
 // Post-mixed streams take the place of those before; the mix-in; adds to the sums of their squares.
@@ -190,7 +189,7 @@ DEVICE void finish(const StreamParams& p, int first, int slice) {
                 word_of(value[i], j) =
                     pack_bf16(low_of(by) * (low_of(pair) * factor), high_of(by) * (high_of(pair) * factor));
             }
-            store_vector<ONCE>(x + at + i * 256, value[i]);
+            store_vector(x + at + i * 256, value[i]);
         }
     }
     Coefficients to = {p.scale, p.base, p.new_pre + row * HC, p.new_post + row * HC, p.new_comb + row * HC * HC};

@@ -17,6 +17,7 @@ from deepinfer.kernels.tile_kernels.hyper_connection import HC, Mix, Weights
 logger = logging.getLogger(__name__)
 
 SLICES, TOKENS, PADDED, THREADS = 16, 16, 32, 256
+FEWEST = 160  # tokens; Triton is faster with fewer
 
 
 class _Params(ctypes.Structure):
@@ -34,7 +35,7 @@ class _Params(ctypes.Structure):
 def build(dim: int, post: bool) -> Build:
     width = dim // SLICES
     shape = {"DIM": dim, "SLICE": width, "THREADS": THREADS, "TOGETHER": 2 if width % 64 == 0 else 1}
-    defines: dict[str, int | str] = {**shape, "POST": int(post), "ONCE": 1, "CLUSTER": 1}
+    defines: dict[str, int | str] = {**shape, "POST": int(post), "CLUSTER": 1}
     return Build("mix_streams", Path(__file__).parent / "mix_streams.cu", defines)
 
 
