@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.flash_mla.launch import prepare, row_format
+from deepinfer.kernels.flash_mla.launch import Inputs, prepare
 from deepinfer.kernels.flash_mla.variants import SOURCE, Variant
-from deepinfer.kernels.reference.cache_rows import RowFormat, latent_format
 from tests.kernels.test_flash_mla import DIM, ROUNDING, Case, make_case, relative_error, rotate
 
 COMPILER = shutil.which("g++")
@@ -81,11 +80,8 @@ def attend(
         out = torch.full(case.q.shape, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
         scales = torch.full((*case.q.shape[:2], DIM // 32), 255, dtype=torch.uint8)
     angles = None if angle is None else (angle.cos().float(), angle.sin().float())
-    latent = None if case.latent_cache is None else row_format(case.latent_cache, latent_format(case.latent_cache, DIM))
-    formats = (row_format(case.window_cache, RowFormat.FP8), latent)
-    variant, params = prepare(
-        *case.arguments, out, formats=formats, split=split, out_scales=scales, angles=angles, q_norm=q_norm
-    )
+    inputs = Inputs(*case.arguments, angles, q_norm)
+    variant, params = prepare(inputs, out, scales, split)
     items = len(case.q) * case.q.shape[1] // 64
     clusters = items if split > 1 or clusters is None else clusters
     ended = compile_for_host(folder, variant)(ctypes.byref(params), clusters, seed)
