@@ -18,6 +18,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct Index { int x, y; };
 using std::max;
 using std::min;
@@ -55,7 +56,8 @@ static std::vector<Warp> warps;
 static Barrier cluster_barrier;
 static int current;
 static jmp_buf scheduler;
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;  // blocks of a cluster along x, clusters along y
+static int cluster_size;
 
 static float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
 static u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
@@ -71,6 +73,16 @@ static u32 round_bf16(float x) {
     return std::isnan(x) ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 static u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+
+// The nearest of E4M3's numbers, ties to the even code.
+static u32 round_e4m3(float x) {
+    if (std::isnan(x)) return 0x7F;
+    u32 sign = std::signbit(x) ? 0x80 : 0, exponent = 0;
+    double size = std::min(std::fabs((double)x), 448.0), unit = std::ldexp(1.0, -9);
+    while (size >= 16 * unit) unit *= 2, exponent++;
+    return sign | (u32)(exponent * 8 + std::nearbyint(size / unit));
+}
+static u32 pack_e4m3(float low, float high) { return round_e4m3(low) | round_e4m3(high) << 8; }
 
 static void yield() {
     if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
@@ -89,7 +101,7 @@ static void wait(Barrier& barrier, u32 generation) {
 }
 static void sync(Barrier& barrier) { wait(barrier, arrive(barrier)); }
 static void __syncthreads() { sync(fibers[current].block->barrier); }
-static void cluster_sync() { CLUSTER > 1 ? sync(cluster_barrier) : __syncthreads(); }
+static void cluster_sync() { cluster_size > 1 ? sync(cluster_barrier) : __syncthreads(); }
 static void cluster_arrive() { fibers[current].arrived_generation = arrive(cluster_barrier); }
 static void cluster_wait() { wait(cluster_barrier, fibers[current].arrived_generation); }
 
@@ -129,6 +141,10 @@ static u32 __shfl_sync(u32, u32 value, int lane) {
 }
 static float __shfl_sync(u32, float value, int lane) {
     return __uint_as_float(exchange(__float_as_uint(value), [=](u64* all) { return (u32)all[lane]; }));
+}
+static u32 __shfl_xor_sync(u32, u32 value, int mask) {
+    int lane = threadIdx.x % 32 ^ mask;
+    return exchange(value, [=](u64* all) { return (u32)all[lane]; });
 }
 static float __shfl_xor_sync(u32, float value, int mask) {
     u32 bits = __float_as_uint(value);
@@ -185,7 +201,7 @@ static void enter() {
 
 // Runs `kernel` as `rows` clusters of `ranks` blocks, one after the other. False if threads wait for each other for ever.
 static bool run(int ranks, int rows, int threads, int shared_bytes, const std::function<void()>& kernel) {
-    body = kernel;
+    body = kernel, cluster_size = ranks, gridDim = {ranks, rows};
     for (int row = 0; row < rows; row++) {
         fibers = std::vector<Fiber>(ranks * threads);
         blocks = std::vector<Block>(ranks);
