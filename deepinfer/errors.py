@@ -5,6 +5,10 @@ class EngineStoppedError(RuntimeError):
     """The engine was closed or died of an internal error; it takes no more requests."""
 
 
+class BusyError(ValueError):
+    """Nothing is wrong with the request, but too much of its kind waits already.  The message names the field."""
+
+
 def encodable(text: str) -> str:
     """The text with lone surrogates, which no encoding takes, written as escapes: the same text if it has none."""
     return text.encode("utf-8", "backslashreplace").decode()

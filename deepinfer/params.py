@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from deepinfer.errors import shown
@@ -11,11 +11,33 @@ from deepinfer.structured.constraint import Constraint
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
-_REPETITION = {"max_pattern_size": (1, 64), "min_pattern_size": (1, 64), "min_count": (2, 10_000)}
+MAX_PATTERN_SIZE, MAX_PATTERN_COUNT = 64, 10_000
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**63 - 1  # of tokens; what the engine's int64 holds
 MAX_PRIORITY = 2**31 - 1
 REPETITION_PENALTIES = (0.01, 100.0)  # far beyond any use; every logit edited with one of them is a finite float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionDetection:
+    """An output that ends with `min_count` times the same pattern of so many tokens repeats itself (vLLM's fields).
+
+    Raises ValueError naming the field.
+    """
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_pattern_size", 1, MAX_PATTERN_SIZE),
+            ("min_pattern_size", 1, MAX_PATTERN_SIZE),
+            ("min_count", 2, MAX_PATTERN_COUNT),
+        ):
+            _check_int(f"repetition_detection.{name}", getattr(self, name), low, high)
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError("repetition_detection.min_pattern_size must be at most max_pattern_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +76,11 @@ class SamplingParams:
         allowed_token_ids: only these tokens can be chosen; None allows all.
         bad_words_token_ids: sequences of token ids that must not appear in the output: the last token of each is
             impossible after the others.
-        repetition_detection: end with reason "stop" (stop reason "repetition_detected") once the output ends with
-            `min_count` times the same pattern of `min_pattern_size` (1) to `max_pattern_size` tokens.
+        repetition_detection: end with reason "stop" (stop reason "repetition_detected") once the output repeats itself
+            like this; a mapping of the fields will do.
+        thinking_token_budget: most tokens of reasoning, with which the output begins; None: no limit. From then on the
+            `thinking_end_token_ids` are forced, one after the other, unless the last of them is there already.
+        thinking_end_token_ids: what ends reasoning, the end-of-thinking token last.
         stop: strings that end the output; applied by the text layer, the engine never sees text.
         priority: lower goes first, in the queue and when the cache runs short; a level is worth a minute of waiting.
         deadline_seconds: end the request with reason "abort" (stop reason "deadline") this long after its arrival,
@@ -88,7 +113,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words_token_ids: Sequence[Sequence[int]] = ()
-    repetition_detection: Mapping[str, int] | None = None
+    repetition_detection: RepetitionDetection | Mapping[str, int] | None = None
+    thinking_token_budget: int | None = None
+    thinking_end_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
     priority: int = 0
     deadline_seconds: float | None = None
@@ -98,6 +125,7 @@ class SamplingParams:
     is_greedy: bool = field(init=False, repr=False, compare=False)
     has_penalties: bool = field(init=False, repr=False, compare=False)
     edits_logits: bool = field(init=False, repr=False, compare=False)
+    gives_tokens: bool = field(init=False, repr=False, compare=False)  # some are taken whatever the logits say
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -142,6 +170,12 @@ class SamplingParams:
         self._normalise("bad_words_token_ids", _bad_words(self.bad_words_token_ids))
         if self.repetition_detection is not None:
             self._normalise("repetition_detection", _repetition_detection(self.repetition_detection))
+        ends = _token_ids("thinking_end_token_ids", self.thinking_end_token_ids)
+        self._normalise("thinking_end_token_ids", ends)
+        if self.thinking_token_budget is not None:
+            _check_int("thinking_token_budget", self.thinking_token_budget, 0)
+            if not ends:
+                raise ValueError("thinking_token_budget needs thinking_end_token_ids: what is forced at its end")
         self._normalise("stop", _stop_strings(self.stop))
         _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.deadline_seconds is not None:
@@ -152,11 +186,28 @@ class SamplingParams:
                 raise ValueError("golden_token_ids cannot be combined with so_args: both say what the tokens are")
             if self.ignore_eos:
                 raise ValueError("ignore_eos cannot be combined with so_args: a structure has an end")
+        if self.thinking_token_budget is not None:
+            self._check_thinking()
         self._normalise("is_greedy", self.temperature == 0 or self.golden_token_ids is not None)
+        self._normalise("gives_tokens", self.golden_token_ids is not None or self.thinking_token_budget is not None)
         has_penalties = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
         self._normalise("has_penalties", has_penalties)
         selects = self.allowed_token_ids is not None or bool(self.bad_words_token_ids)
         self._normalise("edits_logits", has_penalties or selects or bool(self.logit_bias) or self.min_tokens > 0)
+
+    def _check_thinking(self) -> None:
+        """What else says what tokens are must agree with the end of thinking."""
+        if self.golden_token_ids is not None:
+            raise ValueError("thinking_token_budget cannot be combined with golden_token_ids: both force tokens")
+        if self.so_args is None:
+            return
+        structure, ends = Constraint.from_so_args(self.so_args), tuple(self.thinking_end_token_ids)
+        begins = structure.trigger_token_ids if structure.bound_token_id is None else (structure.bound_token_id,)
+        if not begins or ends[-len(begins) :] != begins:
+            raise ValueError(
+                "thinking_token_budget cannot be combined with so_args unless the grammar begins behind "
+                "thinking_end_token_ids: these must end with its bound_token_id, or else its trigger_token_ids"
+            )
 
     def _normalise(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -169,6 +220,7 @@ class SamplingParams:
             "logprob_token_ids": self.logprob_token_ids or (),
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
+            "thinking_end_token_ids": self.thinking_end_token_ids,
             "bad_words_token_ids": [token_id for word in self.bad_words_token_ids for token_id in word],
         }
         if self.so_args is not None:
@@ -228,15 +280,13 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
     return dict(bias)
 
 
-def _repetition_detection(asked: object) -> dict[str, int]:
-    if not isinstance(asked, Mapping) or not {"max_pattern_size", "min_count"} <= asked.keys() <= set(_REPETITION):
+def _repetition_detection(asked: object) -> RepetitionDetection:
+    if isinstance(asked, RepetitionDetection):
+        return asked
+    required, allowed = {"max_pattern_size", "min_count"}, {field.name for field in fields(RepetitionDetection)}
+    if not isinstance(asked, Mapping) or not required <= asked.keys() <= allowed:
         raise ValueError(f"repetition_detection must have max_pattern_size and min_count, got {shown(asked)}")
-    values = {"min_pattern_size": 1} | dict(asked)
-    for name, (low, high) in _REPETITION.items():
-        _check_int(f"repetition_detection.{name}", values[name], low, high)
-    if values["min_pattern_size"] > values["max_pattern_size"]:
-        raise ValueError("repetition_detection.min_pattern_size must be at most max_pattern_size")
-    return values
+    return RepetitionDetection(**asked)
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:

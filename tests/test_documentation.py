@@ -34,7 +34,7 @@ def test_every_file_that_is_named_exists() -> None:
     for document in (ARCHITECTURE, README, SERVER):
         for name in re.findall(r"`((?:[a-z0-9_]+/)+[a-z0-9_]*(?:\.py)?|[a-z0-9_]+\.py)`", document):
             assert (PACKAGE / name).exists() or (ROOT / name).exists(), name
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for link in re.findall(r"\]\(([\w/.-]+)\)", path.read_text()):
             assert (path.parent / link).exists(), (path.name, link)
 
@@ -68,7 +68,7 @@ def test_every_name_in_a_document_is_one_of_the_source() -> None:
     options = options_of(typer.main.get_command(app)) | set(re.findall(r'"(--[a-z][\w-]*)', text)) | FOREIGN_OPTIONS
     words |= {f"{word}_total" for word in words}  # as Prometheus writes counters
     unknown = []
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
         for code in re.findall(r"`([^`\n]+)`", prose):
             named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code))

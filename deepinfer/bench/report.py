@@ -1,14 +1,17 @@
 """The results table: printed by `deepinfer bench report`, and written between markers in the documentation.
 
-A marker pair in README.md or docs/*.md names an area of benchmarks/results (or `all`):
+A marker pair in README.md or docs/**/*.md names an area of benchmarks/results (or `all`):
 
     <!-- results:throughput -->
     ... generated ...
     <!-- /results -->
+
+`provenance:` in place of `results:` lists the runs that measured an area: command, commit, date and device.
 """
 
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TABLE_WIDTH = 140  # of a terminal in which the table is easier to read than lines
-_MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (results|provenance):([\w-]+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 COLUMNS = ("name", "value", "target", "baseline", "ratio", "met", "device")
 
 
@@ -53,14 +56,30 @@ def markdown_table(records: list[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def provenance_table(records: list[Record]) -> str:
+    """A row for each run (command, commit, device): how many figures are of it, and how many miss their target."""
+    runs: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        runs.setdefault((record.command, record.commit, record.device), []).append(record)
+    lines = ["| measured by | commit (+: and changes) | date | device | figures | missed |", "|" + "---|" * 6]
+    for (command, commit, device), group in runs.items():
+        date = max(record.date for record in group)[:10]
+        missed = sum(record.met is False for record in group)
+        lines.append(f"| `{command}` | {commit or '—'} | {date} | {device} | {len(group)} | {missed or '—'} |")
+    return "\n".join(lines) + "\n"
+
+
+_TABLES: dict[str, Callable[[list[Record]], str]] = {"results": markdown_table, "provenance": provenance_table}
+
+
 def update_documents(root: Path, results: dict[str, list[Record]], write: bool = True) -> list[Path]:
-    """Regenerate the tables in README.md and docs/*.md under `root`; the files whose text differs are returned."""
+    """Regenerate the tables in README.md and docs/**/*.md under `root`; the files whose text differs are returned."""
     changed = []
-    for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         if not path.exists():
             continue
         before = path.read_text()
-        after = _MARKED.sub(lambda match: match[1] + markdown_table(select(results, match[2])) + match[3], before)
+        after = _MARKED.sub(lambda found: found[1] + _TABLES[found[2]](select(results, found[3])) + found[4], before)
         if after != before:
             changed.append(path)
             if write:

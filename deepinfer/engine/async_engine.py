@@ -104,7 +104,8 @@ class AsyncEngine:
         self._inbox.put(partial(self._abort, request_id))
 
     async def compile(self, so_args: Mapping[str, Any]) -> None:
-        """Have the grammar of structured output ready. Raises ValueError naming the field, EngineStoppedError."""
+        """Have the grammar of structured output ready. Raises ValueError naming the field, BusyError,
+        EngineStoppedError."""
         self._check_running()
         await asyncio.wrap_future(self._engine.compile(so_args))
 

@@ -24,11 +24,18 @@ from deepinfer.engine import messages
 from deepinfer.engine.checks import check_request
 from deepinfer.engine.child import Child, default_threads, died_loading, ending, start_error
 from deepinfer.engine.mailbox import Deliver, Leave, outputs_of
-from deepinfer.engine.messages import EngineMessage, ExpertCommand, ExpertReport, ServerMessage, params_to_wire
+from deepinfer.engine.messages import (
+    EngineMessage,
+    ExpertCommand,
+    ExpertReport,
+    RefusalKind,
+    ServerMessage,
+    params_to_wire,
+)
 from deepinfer.engine.questions import Questions
 from deepinfer.engine.remote_statistics import RemoteStatistics
 from deepinfer.engine.sent_requests import SentRequests
-from deepinfer.errors import EngineStoppedError
+from deepinfer.errors import BusyError, EngineStoppedError
 from deepinfer.outputs import EngineStats, RequestOutput
 from deepinfer.params import SamplingParams
 
@@ -183,7 +190,8 @@ class EngineClient:
             self._child.send(messages.Abort(number))
 
     async def compile(self, so_args: Mapping[str, Any]) -> None:
-        """Have the grammar of structured output ready. Raises ValueError naming the field, EngineStoppedError."""
+        """Have the grammar of structured output ready. Raises ValueError naming the field, BusyError,
+        EngineStoppedError."""
         await self._ask(lambda number: messages.Compile(number, dict(so_args)), messages.CancelCompile)
 
     async def record_experts(self, command: ExpertCommand) -> ExpertReport:
@@ -282,9 +290,11 @@ class EngineClient:
         elif isinstance(message, messages.Paused):
             self._questions.answer(message.number, None)
         elif isinstance(message, messages.Compiled):
-            self._questions.answer(message.number, None if message.error is None else ValueError(message.error))
+            self._questions.answer(
+                message.number, None if message.error is None else _refusal(message.error, message.kind)
+            )
         elif isinstance(message, messages.Refused):
-            self._requests.refuse(message.number, ValueError(message.message))
+            self._requests.refuse(message.number, _refusal(message.message, message.kind))
         elif isinstance(message, messages.Ready):
             self.vocab_size, self.max_model_len = message.vocab_size, message.max_model_len
             self._stats, self.device = message.stats, message.device
@@ -355,6 +365,10 @@ class EngineClient:
                 self._spawn()
                 self.num_restarts += 1
                 self._listen()
+
+
+def _refusal(message: str, kind: RefusalKind) -> ValueError:
+    return BusyError(message) if kind == "busy" else ValueError(message)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -102,11 +102,15 @@ class Failed(_Message, tag=2):
     filename: str | None = None
 
 
+RefusalKind = Literal["value", "busy"]  # ValueError, BusyError
+
+
 class Refused(_Message, tag=3):
     """A request that passed the server's checks, but not the engine's."""
 
     number: int
     message: str
+    kind: RefusalKind = "value"
 
 
 _TokenLogprob = tuple[float, list[int], list[float]]  # logprob, top token ids, top logprobs
@@ -163,6 +167,7 @@ class Compiled(_Message, tag=7):
 
     number: int
     error: str | None = None
+    kind: RefusalKind = "value"
 
 
 class Paused(_Message, tag=8):

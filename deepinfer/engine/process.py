@@ -34,6 +34,7 @@ from deepinfer.engine.messages import (
     Paused,
     Ready,
     RecordExperts,
+    RefusalKind,
     Refused,
     ServerMessage,
     Start,
@@ -42,6 +43,7 @@ from deepinfer.engine.messages import (
     record_experts,
 )
 from deepinfer.engine.output_pool import RequestOutputPool
+from deepinfer.errors import BusyError
 from deepinfer.observability.log_format import apply_log_config, log_handler
 from deepinfer.outputs import RequestOutput
 from deepinfer.params import SamplingParams
@@ -203,7 +205,7 @@ class EngineLoop:
                     return
             self.engine.add_request(request_id, message.prompt_token_ids, params, grammar)
         except Exception as error:
-            self.connection.send(Refused(message.number, _refusal(error)))
+            self.connection.send(Refused(message.number, *_refusal(error)))
 
     def _compile(self, message: Compile) -> None:
         def done(grammar: Future[Any]) -> None:
@@ -212,14 +214,14 @@ class EngineLoop:
             if grammar.cancelled():
                 return
             error = grammar.exception()
-            self.compiled.append(Compiled(message.number, None if error is None else _refusal(error)))
+            self.compiled.append(Compiled(message.number, *(() if error is None else _refusal(error))))
             self._wake()
 
         try:
             grammar = self.grammars[message.number] = self.engine.compile(message.so_args)
             grammar.add_done_callback(done)
         except Exception as error:
-            self.connection.send(Compiled(message.number, _refusal(error)))
+            self.connection.send(Compiled(message.number, *_refusal(error)))
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         """The news, and a heartbeat when one is due or the last request is done: figures at rest are exact."""
@@ -235,11 +237,11 @@ class EngineLoop:
         return Heartbeat(self.engine.stats(), observed.window(), observed.totals)
 
 
-def _refusal(error: BaseException) -> str:
+def _refusal(error: BaseException) -> tuple[str, RefusalKind]:
     """What the server is told of an error that ends one request. Any but a ValueError is a fault of ours: logged."""
     if not isinstance(error, ValueError):
         logger.error("a request could not be taken", exc_info=error)
-    return str(error) or type(error).__name__
+    return str(error) or type(error).__name__, "busy" if isinstance(error, BusyError) else "value"
 
 
 if __name__ == "__main__":

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+
+from deepinfer.params import RepetitionDetection
 
 
 class RepetitionDetector:
-    """For every pattern length: how many of the latest tokens equal the one so many places before.
+    """For every pattern length: how many of the latest tokens equal the one so many places before."""
 
-    Args:
-        asked: max_pattern_size, min_pattern_size and min_count; see SamplingParams.
-    """
-
-    def __init__(self, asked: Mapping[str, int]) -> None:
-        self._sizes = range(asked["min_pattern_size"], asked["max_pattern_size"] + 1)
-        self._count = asked["min_count"]
+    def __init__(self, asked: RepetitionDetection) -> None:
+        self._sizes = range(asked.min_pattern_size, asked.max_pattern_size + 1)
+        self._count = asked.min_count
         self._runs = [0] * len(self._sizes)
 
     def repeats(self, token_ids: array, begin: int) -> bool:

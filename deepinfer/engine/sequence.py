@@ -10,7 +10,7 @@ from deepinfer.engine.order import queue_order
 from deepinfer.engine.repetition import RepetitionDetector
 from deepinfer.engine.state_slots import NULL_SLOT
 from deepinfer.outputs import FinishReason, RequestMetrics, TokenLogprob
-from deepinfer.params import SamplingParams
+from deepinfer.params import RepetitionDetection, SamplingParams
 from deepinfer.structured.matcher import Matcher
 
 
@@ -77,7 +77,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.constraint = constraint
         detection = params.repetition_detection
-        self.detector = None if detection is None else RepetitionDetector(detection)
+        self.detector = RepetitionDetector(detection) if isinstance(detection, RepetitionDetection) else None
         self.has_drafts = False
         self.next_drafts: list[int] = []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None

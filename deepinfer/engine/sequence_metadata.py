@@ -15,7 +15,7 @@ import numpy as np
 from deepinfer.engine.block_manager import NULL_BLOCK
 from deepinfer.engine.sequence import Sequence
 from deepinfer.observability.memory import StaleReadError
-from deepinfer.sampling.sampler import COUNTER, GOLDEN, NO_TOKEN, golden_token, pack_parameters
+from deepinfer.sampling.sampler import COUNTER, GIVEN, given_token, pack_parameters
 from deepinfer.sampling.types import SampledSequence
 
 
@@ -36,7 +36,8 @@ class SequenceMetadataPool:
         self._tables: list[array | None] = [None] * num_slots  # that the rows are of: an admission has its own object
         self._lengths = np.zeros(num_slots, np.int64)  # entries of them that are in the rows
         self._blocks = np.zeros((num_slots, 1), np.int32)
-        self._parameters = np.zeros((GOLDEN + 1, num_slots), np.int64)
+        self._parameters = np.zeros((GIVEN + 1, num_slots), np.int64)
+        self._gives_tokens = np.zeros(num_slots, bool)  # see SamplingParams.gives_tokens
 
     def next_round(self) -> None:
         """Call when a step begins."""
@@ -55,6 +56,7 @@ class SequenceMetadataPool:
             self._lengths[where] = 0
             self._blocks[where] = NULL_BLOCK
             self._parameters[:, where] = pack_parameters(new, self._vocab_size)
+            self._gives_tokens[where] = [seq.params.gives_tokens for seq in new]
         lengths = np.array([len(seq.block_table) for seq in sequences], np.int64)
         for i in np.flatnonzero(lengths > self._lengths[slots]).tolist():
             self._extend(int(slots[i]), sequences[i].block_table)
@@ -84,14 +86,14 @@ class SequenceMetadataPool:
     def parameters(self, slots: np.ndarray, counters: np.ndarray, rows: SequenceOf[SampledSequence] = ()) -> np.ndarray:
         """`pack_parameters` int64 [7, R] of the sequences in these slots, which have counters int64 [R] output tokens.
 
-        rows: what the sampler sees there, for tokens that are given (golden_token_ids).
+        rows: what the sampler sees there, for tokens that are given.
         """
         self._check(slots)
         packed = self._parameters[:, slots]
         packed[COUNTER] = counters
         if rows:
-            for row in np.flatnonzero(packed[GOLDEN] != NO_TOKEN).tolist():
-                packed[GOLDEN, row] = golden_token(rows[row])
+            for row in np.flatnonzero(self._gives_tokens[slots]).tolist():
+                packed[GIVEN, row] = given_token(rows[row])
         return packed
 
     def _check(self, slots: np.ndarray) -> None:

@@ -23,8 +23,8 @@ from deepinfer.sampling.penalties import edit_logits
 from deepinfer.sampling.transfer import Download, upload
 from deepinfer.sampling.types import SampledSequence
 
-CANDIDATES, COUNTER, GOLDEN = 3, 5, 6  # rows of `pack_parameters`
-NO_TOKEN = -1  # a row without a golden token
+CANDIDATES, COUNTER, GIVEN = 3, 5, 6  # rows of `pack_parameters`
+NO_TOKEN = -1  # a row whose token is not given
 
 
 @dataclass(slots=True)
@@ -103,16 +103,16 @@ def launch_sample(
     if bitmask is not None:
         edited = ops.apply_token_bitmask(edited, upload(bitmask, logits.device))
     packed = pack_parameters(sequences, logits.shape[1]) if parameters is None else parameters
-    is_forced = bool((packed[GOLDEN] != NO_TOKEN).any())
+    is_forced = bool((packed[GIVEN] != NO_TOKEN).any())
     if is_forced or packed[0].any():
-        drawing, golden = draw_parameters(packed, logits.shape[1], logits.device)
+        drawing, given = draw_parameters(packed, logits.shape[1], logits.device)
     else:
-        drawing, golden = _unpacked(greedy_parameters(packed.shape[1], logits.shape[1], logits.device), 0)
+        drawing, given = _unpacked(greedy_parameters(packed.shape[1], logits.shape[1], logits.device), 0)
     token_ids, largest = ops.draw_tokens(edited, *drawing)
     if choose is not None:
         token_ids = choose(edited, drawing, token_ids)
     if is_forced:
-        token_ids = torch.where(golden == NO_TOKEN, token_ids, golden)
+        token_ids = torch.where(given == NO_TOKEN, token_ids, given)
     groups = [] if are_plain else launch_logprobs(logits, token_ids, sequences)
     download = Download([token_ids, largest, *(tensor for group in groups for tensor in group.tensors)])
     return LaunchedSample(token_ids, groups, download)
@@ -123,11 +123,11 @@ def is_plain(sequence: SampledSequence) -> bool:
     params = sequence.params
     wants_logprobs = params.logprobs is not None or params.logprob_token_ids is not None
     is_edited = params.edits_logits or sequence.constraint is not None
-    return not (wants_logprobs or is_edited or params.golden_token_ids is not None)
+    return not (wants_logprobs or is_edited or params.gives_tokens)
 
 
 def pack_parameters(sequences: Sequence[SampledSequence], vocab_size: int) -> np.ndarray:
-    """int64 [7, R]: temperature (0: greedy), top_p, min_p (float64 bits), candidates, seed, counter, golden token."""
+    """int64 [7, R]: temperature (0: greedy), top_p, min_p (float64 bits), candidates, seed, counter, given token."""
     params = [seq.params for seq in sequences]
     packed = np.empty((7, len(sequences)), np.int64)
     floats = packed[:3].view(np.float64)
@@ -140,23 +140,23 @@ def pack_parameters(sequences: Sequence[SampledSequence], vocab_size: int) -> np
             packed[CANDIDATES, row] = _num_candidates(p, vocab_size)
     packed[4] = np.array([seq.seed for seq in sequences], np.uint64).view(np.int64)
     packed[COUNTER] = [seq.num_output_tokens for seq in sequences]
-    packed[GOLDEN] = NO_TOKEN
+    packed[GIVEN] = NO_TOKEN
     for row, p in enumerate(params):
-        if p.golden_token_ids is not None:
-            packed[GOLDEN, row] = golden_token(sequences[row])
+        if p.gives_tokens:
+            packed[GIVEN, row] = given_token(sequences[row])
     return packed
 
 
 def draw_parameters(packed: np.ndarray, vocab_size: int, device: torch.device) -> tuple[DrawParameters, Tensor]:
-    """Of `pack_parameters`, on the device; and the golden tokens int64 [R]."""
+    """Of `pack_parameters`, on the device; and the given tokens int64 [R]."""
     counts = packed[CANDIDATES]
     return _unpacked(upload(packed, device), int(counts.max(where=counts < vocab_size, initial=0)))
 
 
 def _unpacked(parameters: Tensor, most_candidates: int) -> tuple[DrawParameters, Tensor]:
     temperature, top_p, min_p = parameters[:3].view(torch.float64)
-    num_candidates, seeds, counters, golden = parameters[3:]
-    return DrawParameters(temperature, num_candidates, most_candidates, top_p, min_p, seeds, counters), golden
+    num_candidates, seeds, counters, given = parameters[3:]
+    return DrawParameters(temperature, num_candidates, most_candidates, top_p, min_p, seeds, counters), given
 
 
 def greedy_parameters(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -168,7 +168,7 @@ def greedy_parameters(num_rows: int, vocab_size: int, device: torch.device) -> T
 def _greedy_parameters(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
     packed = np.zeros((7, num_rows), np.int64)
     packed[1].view(np.float64).fill(1.0)
-    packed[CANDIDATES], packed[GOLDEN] = vocab_size, NO_TOKEN
+    packed[CANDIDATES], packed[GIVEN] = vocab_size, NO_TOKEN
     return upload(packed, device)
 
 
@@ -176,7 +176,14 @@ def _num_candidates(params: SamplingParams, vocab_size: int) -> int:
     return min(params.top_k or vocab_size, params.force_topk or vocab_size, vocab_size)
 
 
-def golden_token(seq: SampledSequence) -> int:
-    """The forced token, or NO_TOKEN: without teacher forcing, or past its end (the sequence has just ended)."""
-    golden, position = seq.params.golden_token_ids, seq.num_output_tokens
-    return NO_TOKEN if golden is None or position >= len(golden) else golden[position]
+def given_token(seq: SampledSequence) -> int:
+    """The token that is taken whatever the logits say, or NO_TOKEN; of a sequence that `gives_tokens`."""
+    params, position = seq.params, seq.num_output_tokens
+    golden = params.golden_token_ids
+    if golden is not None:  # past its end the sequence has just ended
+        return golden[position] if position < len(golden) else NO_TOKEN
+    budget, ends = params.thinking_token_budget, params.thinking_end_token_ids
+    if budget is None or not 0 <= position - budget < len(ends):
+        return NO_TOKEN
+    thoughts = seq.token_ids[seq.num_prompt_tokens : seq.num_prompt_tokens + budget]
+    return NO_TOKEN if ends[-1] in thoughts else ends[position - budget]

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
-from deepinfer.errors import EngineStoppedError, encodable
+from deepinfer.errors import BusyError, EngineStoppedError, encodable
 from deepinfer.recipe import ConversionError, RequestError
 
 logger = logging.getLogger("deepinfer.server")
@@ -26,6 +26,7 @@ _ANTHROPIC_TYPES = _TYPES | {403: "permission_error", 413: "request_too_large", 
 _MAX_MESSAGE = 4000  # characters
 _MAX_ECHO = 200  # characters of a client's own text repeated in a message
 RETRY_AFTER = 5  # seconds, with a 503
+BUSY_SECONDS = 10  # to wait before asking for a grammar again
 
 
 class ApiError(Exception):
@@ -80,7 +81,7 @@ def error_response(scope: Scope, error: ApiError, headers: dict[str, str] | None
 
 
 def from_value_error(error: ValueError, param: str | None = None) -> ApiError:
-    """A ValueError of the engine or of recipe as a 400.
+    """A ValueError of the engine or of recipe as a 400, a BusyError as a 429.
 
     Recipe's carry `param`; the engine's messages start with the field's name.
     """
@@ -88,7 +89,10 @@ def from_value_error(error: ValueError, param: str | None = None) -> ApiError:
         path = error.path if isinstance(error, ConversionError) else ""
         return ApiError(str(error), error.status_code, path or error.param or param)
     field = str(error).split(" ")[0].rstrip(":").partition(".")[0]  # of `field.member`, too
-    return ApiError(str(error), param=param or (field if field.isidentifier() else None))
+    param = param or (field if field.isidentifier() else None)
+    if isinstance(error, BusyError):
+        return ApiError(str(error), 429, param, retry_after=BUSY_SECONDS)
+    return ApiError(str(error), param=param)
 
 
 def from_validation_error(error: ValidationError) -> ApiError:

@@ -10,7 +10,7 @@ from deepinfer.engine.mailbox import Deliver, Leave, News
 from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer.params import SamplingParams
 from deepinfer.server.admission import Place
-from deepinfer.server.errors import ApiError
+from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.metrics import Longest, SequenceClock
 from deepinfer.server.running import Ticket
 from deepinfer.server.text_engine import Delta, EngineError, Piece, Reader, read_completion
@@ -75,9 +75,11 @@ class RunningSequence(Generic[Piece]):
         """What was delivered, as text.  A stop string ends the sequence in the engine, too.
 
         Raises what was delivered if it is an exception, EngineError when a step of this sequence failed, ApiError when
-        its grammar cannot go on.
+        the engine refused it or its grammar cannot go on.
         """
         try:
+            if isinstance(news, ValueError):  # the engine refused what the server let through
+                raise from_value_error(news)
             if isinstance(news, Exception):
                 raise news
             if news.error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
+from deepinfer.errors import BusyError
 from deepinfer.params import SamplingParams
 from deepinfer.recipe import ConversationRequest
 from deepinfer.recipe.structure import (
@@ -21,7 +22,6 @@ from deepinfer.recipe.structure import (
 from deepinfer.server.body import while_connected
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.state import server_state
-from deepinfer.structured.backend import BUSY
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.json_schema import check_schema, read_schema
 from deepinfer.structured.lark import read_choices
@@ -42,8 +42,6 @@ _STRUCTURED_OUTPUTS = {
 STRUCTURE_FIELDS = (*_FIELDS, "structured_outputs", "so_args")
 # Members of structured_outputs that ask for nothing that is not so anyway.
 _NEUTRAL = {"disable_any_whitespace": (True, False), "disable_fallback": (True, False), "json_object": (False,)}
-
-BUSY_SECONDS = 10  # to wait before asking again
 
 
 @dataclass(frozen=True)
@@ -137,8 +135,8 @@ def _from_so_args(so_args: Any, field: str) -> Structure:
 def structure_error(error: ValueError, field: str) -> ApiError:
     """A fault of so_args, in the words of the field that it comes from."""
     message = str(error)
-    if message == BUSY:
-        return ApiError(message.replace("so_args", field), status=429, param=field, retry_after=BUSY_SECONDS)
+    if isinstance(error, BusyError):
+        return from_value_error(BusyError(message.replace("so_args", field, 1)), field)
     if field != "so_args":
         message = message.replace("so_args.schema", field, 1)
     return ApiError(message if field in message else f"{field}: {message}", param=field)
@@ -234,10 +232,10 @@ async def _with_grammar(state: ServerState, params: SamplingParams, structure: S
         params.check_vocabulary(state.text.tokenizer.vocab_size)
         with state.metrics.grammar():
             await state.text.engine.compile(so_args)
+    except BusyError as error:
+        state.metrics.reject("grammar_queue")
+        raise structure_error(error, structure.field) from None
     except ValueError as error:
-        if str(error) == BUSY:
-            state.metrics.reject("grammar_queue")
-            raise structure_error(error, structure.field) from None
         for path, schema in structure.schemas:  # one of them may be the reason
             await _check_alone(state, path, schema)
         raise structure_error(error, structure.field) from None

@@ -13,7 +13,6 @@ from deepinfer.structured.vocabulary import Vocabulary
 
 BACKENDS = ("llguidance", "xgrammar")
 TOO_COMPLEX = "so_args.schema is too complex"
-BUSY = "so_args: too many grammars wait to be compiled, ask again later"
 
 
 class Automaton(Protocol):

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from deepinfer.structured.backend import BUSY, Backend, Result, make_backend
+from deepinfer.errors import BusyError
+from deepinfer.structured.backend import Backend, Result, make_backend
 from deepinfer.structured.constraint import Constraint
 from deepinfer.structured.faults import placed
 from deepinfer.structured.matcher import Grammar
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 CACHED_GRAMMARS = 256
 CACHED_BYTES = 16 * 1024 * 1024  # of schemas; what a library makes of them is some hundred times as much at most
 MAX_WAITING = 16_384
+BUSY = "so_args: too many grammars wait to be compiled, ask again later"
 FIRST_SECONDS = 0.25  # that a first attempt may take
 FAIR_SECONDS = 3.0  # behind which every second first attempt is that of the oldest
 PATIENCE_SECONDS = 60.0  # that a schema may have waited when its turn comes
@@ -88,10 +90,11 @@ class GrammarCompiler:
         self._is_protected = True
 
     def compile(self, so_args: Mapping[str, Any]) -> Future[Grammar]:
-        """The grammar, once it is there; the future raises ValueError naming the field if there is none.
+        """The grammar, once it is there; the future raises ValueError naming the field if there is none, and
+        BusyError if its turn came too late.
 
         The future is the caller's own: cancelled, it waits no more, and what nobody waits for is not begun.
-        Raises ValueError at once for malformed so_args, or if too many grammars wait to be compiled.
+        Raises at once: ValueError for malformed so_args, BusyError if too many grammars wait to be compiled.
         """
         constraint = Constraint.from_so_args(so_args)
         body = replace(constraint, trigger_token_ids=(), bound_token_id=None)
@@ -101,7 +104,7 @@ class GrammarCompiler:
             job = self._cache.get(key)
             if job is None or job.forget_at < time.monotonic():
                 if self._num_waiting >= MAX_WAITING:
-                    raise ValueError(BUSY)
+                    raise BusyError(BUSY)
                 self._first_worker.submit(self._try_first)
                 job = self._cache[key] = _Job(key, body)
                 self._new[job] = None
@@ -160,7 +163,7 @@ class GrammarCompiler:
             job = next(iter(self._slow))
             del self._slow[job]
         if time.monotonic() - job.arrival > PATIENCE_SECONDS:
-            self._finish(job, ValueError(BUSY))
+            self._finish(job, BusyError(BUSY))
             return
         try:
             self._finish(job, self._build(job.constraint, math.inf))
@@ -231,7 +234,8 @@ def _answer(waiter: Future[Grammar], constraint: Constraint, outcome: Grammar | 
         return  # cancelled meanwhile
     try:
         if isinstance(outcome, ValueError):
-            raise ValueError(str(outcome))  # each its own: raising one adds to its traceback
+            kind = BusyError if isinstance(outcome, BusyError) else ValueError
+            raise kind(str(outcome))  # each its own: raising one adds to its traceback
         if isinstance(outcome, BaseException):
             raise outcome
         waiter.set_result(outcome if outcome.constraint == constraint else outcome.behind(constraint))

@@ -1,6 +1,7 @@
 """Result records, the report and the tables in the documentation."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,19 @@ def test_tables_in_documents_are_regenerated(tmp_path: Path) -> None:
     assert "| decode | 30.0 tok/s | ≥ 2.00 × | 10.0 tok/s (other) | 3.00 × | yes | cpu |" in text
     assert "| slow \\| one | 1.00 tok/s | ≥ 2.00 × | 10.0 tok/s (other) | 0.100 × | no | cpu |" in text
     assert update_documents(tmp_path, results) == []
+
+
+def test_a_document_says_which_run_measured_an_area(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "kernels" / "page.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("<!-- provenance:speed -->\n<!-- /provenance -->\n")
+    run = {"command": "bench", "commit": "abc1234+", "date": "2026-11-30T12:00:00Z"}
+    records = [replace(one, **run) for one in (record(), record(name="slow", value=1.0))] + [record(name="other run")]
+    save("speed", records, tmp_path)
+    assert update_documents(tmp_path, load_all(tmp_path)) == [page]
+    rows = page.read_text().splitlines()
+    assert rows[3] == "| `bench` | abc1234+ | 2026-11-30 | cpu | 2 | 1 |"
+    assert len(rows) == 6 and rows[4].endswith("| cpu | 1 | — |")
 
 
 @pytest.mark.parametrize("width", [80, 60])

@@ -21,7 +21,7 @@ from deepinfer.engine.messages import (
     params_to_wire,
 )
 from deepinfer.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, TokenLogprob
-from deepinfer.params import SamplingParams
+from deepinfer.params import RepetitionDetection, SamplingParams
 
 token_ids = st.integers(0, 2**31)
 logprob_values = st.floats(max_value=0.0, allow_nan=False)  # -inf included
@@ -80,6 +80,9 @@ def test_outputs_arrive_as_they_were(sent: list[RequestOutput]) -> None:
         n=st.integers(1, 8),
         logit_bias=st.none() | st.dictionaries(st.integers(0, 500), st.floats(-100, 100)),
         stop=st.lists(st.text(min_size=1)),
+        repetition_detection=st.none()
+        | st.builds(RepetitionDetection, max_pattern_size=st.just(9), min_count=st.just(2)),
+        thinking_end_token_ids=st.lists(st.integers(0, 500)),
     )
 )
 def test_sampling_params_arrive_as_they_were(params: SamplingParams) -> None:

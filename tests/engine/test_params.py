@@ -43,6 +43,8 @@ BAD = {
         5,
         "3",
     ],
+    "thinking_token_budget": [-1, True, 1.5, "2"],
+    "thinking_end_token_ids": [[-1], [True], "1", 5, None],
     "stop": ["", [""], [1], 5],
     "priority": [2**31, -(2**31), True, 1.0, "low", None],
     "deadline_seconds": [0, -1, NAN, INF, True, "soon"],

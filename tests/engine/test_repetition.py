@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.repetition import RepetitionDetector
-from deepinfer.params import SamplingParams
+from deepinfer.params import RepetitionDetection, SamplingParams
 from tests.engine.test_speculation import TellTale
 from tests.engine.toy_model import VOCAB_SIZE, ToyRunner
 
@@ -32,7 +32,7 @@ settings_of_it = st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(2, 
 
 @given(st.lists(st.integers(0, 1), max_size=3), st.lists(st.integers(0, 1), max_size=60), settings_of_it)
 def test_equals_a_look_at_the_whole_output(prompt: list[int], output: list[int], asked: dict[str, int]) -> None:
-    detector, token_ids = RepetitionDetector(asked), array("q", prompt)
+    detector, token_ids = RepetitionDetector(RepetitionDetection(**asked)), array("q", prompt)
     for length, token_id in enumerate(output, 1):
         token_ids.append(token_id)
         found = detector.repeats(token_ids, len(prompt))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.engine.decode_curve import DecodeCurve
 from deepinfer.engine.engine import Engine
 from deepinfer.kernels.reference.speculation import NO_DRAFT
 from deepinfer.models.inputs import ModelInputs
@@ -115,8 +116,8 @@ speculative_settings = st.builds(
 )
 
 
-def make_engine(setting: Setting, texts: list[list[int]] | None) -> Engine:
-    """Without `texts` there are no drafts."""
+def make_engine(setting: Setting, texts: list[list[int]] | None, curve: DecodeCurve | None = None) -> Engine:
+    """Without `texts` there are no drafts. Without `curve` their verification costs nothing."""
     config = EngineConfig(
         block_size=BLOCK_SIZE,
         num_blocks=setting.num_blocks,
@@ -126,6 +127,7 @@ def make_engine(setting: Setting, texts: list[list[int]] | None) -> Engine:
         preemption_mode="swap" if setting.swap else "recompute",
         swap_memory_bytes=40_000,
         zero_overhead_scheduling=setting.overlap,
+        speculative_config=None if texts is None else {"method": "ngram", "num_speculative_tokens": setting.num_drafts},
     )
     room = 1 if texts is None else 1 + setting.num_drafts
     runner = ToyRunner(
@@ -133,6 +135,8 @@ def make_engine(setting: Setting, texts: list[list[int]] | None) -> Engine:
     )
     if texts is None:
         return Engine(runner, config, EOS)
+    if curve is not None:
+        runner.decode_curve = lambda: curve  # type: ignore[attr-defined]
     drafter = TellTale(setting.num_drafts, setting.max_num_seqs, texts, setting.honesty, setting.seed)
     return Engine(runner, config, EOS, drafter=drafter)
 

@@ -57,7 +57,8 @@ static std::vector<Warp> warps;
 static Barrier cluster_barrier;
 static int current;
 static jmp_buf scheduler;
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;  // blocks of a cluster along x, clusters along y
+static int cluster_size;
 
 static float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
 static u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
@@ -108,7 +109,7 @@ static void wait(Barrier& barrier, u32 generation) {
 }
 static void sync(Barrier& barrier) { wait(barrier, arrive(barrier)); }
 static void __syncthreads() { sync(fibers[current].block->barrier); }
-static void cluster_sync() { CLUSTER > 1 ? sync(cluster_barrier) : __syncthreads(); }
+static void cluster_sync() { cluster_size > 1 ? sync(cluster_barrier) : __syncthreads(); }
 static void cluster_arrive() { fibers[current].arrived_generation = arrive(cluster_barrier); }
 static void cluster_wait() { wait(cluster_barrier, fibers[current].arrived_generation); }
 
@@ -232,7 +233,7 @@ static void enter() {
 
 // Runs `kernel` as `rows` clusters of `ranks` blocks, one after the other. False if threads wait for each other for ever.
 static bool run(int ranks, int rows, int threads, int shared_bytes, const std::function<void()>& kernel) {
-    body = kernel;
+    body = kernel, cluster_size = ranks, gridDim = {ranks, rows};
     for (int row = 0; row < rows; row++) {
         fibers = std::vector<Fiber>(ranks * threads);
         blocks = std::vector<Block>(ranks);

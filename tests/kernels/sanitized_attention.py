@@ -38,7 +38,7 @@ def run_attention(name: str) -> float:
         kinds, split = name.rsplit("-", 1)
         case = make_case(1, 3, 64, 128, 200, kinds=tuple(kinds.split("-")))  # type: ignore[arg-type]
         result = torch.full_like(case.q, float("nan")).contiguous()
-        launcher.launch(*case.arguments, result, formats=FORMATS[kinds], split=int(split))
+        launcher.launch(launcher.Inputs(*case.arguments), result, split=int(split))
     return relative_error(result, case.expected())
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.flash_mla.launch import prepare, row_format
+from deepinfer.kernels.flash_mla.launch import Inputs, prepare
 from deepinfer.kernels.flash_mla.variants import SOURCE, Variant
-from deepinfer.kernels.reference.cache_rows import RowFormat, latent_format
+from tests.kernels.on_host import compile_on_host, copy_sources, needs_compiler
 from tests.kernels.test_flash_mla import DIM, ROUNDING, Case, make_case, relative_error, rotate
 
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-HERE = Path(__file__).parent
-ON_HOST = """
+pytestmark = needs_compiler
+IMITATED = {"instructions.cuh": "attention_on_host.cuh"}
+ENTRY = """
 extern "C" bool on_host(const Params* p, int clusters, u32 seed) {
-    phased.clear(), named.clear(), on_their_way.clear(), running.clear();
-    TensorMap map = {p->query.base, p->query.token_stride, p->query.head_stride};
     std::mt19937 random(seed);
-    shuffles = &random;
-    gridDim = {clusters * SPLIT, 1};
+    forget_launch(&random);
+    TensorMap map = {p->query.base, p->query.token_stride, p->query.head_stride};
     return run(SPLIT, clusters, 384, SHARED_BYTES, [=] { sparse_attention(*p, map); });
 }
 """
@@ -36,30 +30,14 @@ compiled: dict[Variant, Any] = {}  # on_host of each
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel's sources, and a CPU's idea of the instructions that they use."""
     folder = tmp_path_factory.mktemp("attention")
-    (folder / "deep_jit").mkdir(), (folder / "flash_mla").mkdir()
-    for path in SOURCE.parent.glob("*.cu*"):
-        text = path.read_text().replace("#pragma unroll", "//")
-        text = text.replace(
-            "extern __shared__ __align__(1024) u8 shared[];", "u8* shared = fibers[current].block->memory.data();"
-        )
-        (folder / "flash_mla" / path.name).write_text(text)
-    (folder / "flash_mla" / "instructions.cuh").write_text('#pragma once\n#include "../deep_jit/hopper.cuh"\n')
-    shutil.copy(HERE / "attention_on_host.cuh", folder / "deep_jit" / "hopper.cuh")
-    shutil.copy(HERE / "cluster_on_host.cuh", folder / "deep_jit")
-    (folder / "host.cpp").write_text('#include "flash_mla/attention.cu"\n' + ON_HOST)
+    copy_sources(folder, SOURCE, IMITATED)
     return folder
 
 
 def compile_for_host(folder: Path, variant: Variant) -> Any:
     if variant not in compiled:
-        defines = [f"-D{name}={value}" for name, value in variant.build().defines.items()]
-        command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *defines, "host.cpp", "-o"]
-        name = re.sub(r"\W+", "_", "".join(defines)) + ".so"
-        answer = subprocess.run([*command, name], cwd=folder, capture_output=True, text=True)
-        assert answer.returncode == 0, answer.stderr[:3000]
-        compiled[variant] = ctypes.CDLL(str(folder / name)).on_host
+        compiled[variant] = compile_on_host(folder, variant.build(), ENTRY).on_host
         compiled[variant].restype = ctypes.c_bool
     return compiled[variant]
 
@@ -81,11 +59,8 @@ def attend(
         out = torch.full(case.q.shape, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
         scales = torch.full((*case.q.shape[:2], DIM // 32), 255, dtype=torch.uint8)
     angles = None if angle is None else (angle.cos().float(), angle.sin().float())
-    latent = None if case.latent_cache is None else row_format(case.latent_cache, latent_format(case.latent_cache, DIM))
-    formats = (row_format(case.window_cache, RowFormat.FP8), latent)
-    variant, params = prepare(
-        *case.arguments, out, formats=formats, split=split, out_scales=scales, angles=angles, q_norm=q_norm
-    )
+    inputs = Inputs(*case.arguments, angles, q_norm)
+    variant, params = prepare(inputs, out, scales, split)
     items = len(case.q) * case.q.shape[1] // 64
     clusters = items if split > 1 or clusters is None else clusters
     ended = compile_for_host(folder, variant)(ctypes.byref(params), clusters, seed)

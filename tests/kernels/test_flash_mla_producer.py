@@ -4,44 +4,51 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import re
-import shutil
-import subprocess
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.flash_mla.launch import _Params, _source
+from deepinfer.kernels.flash_mla.launch import _Params, _Query, _source
 from deepinfer.kernels.flash_mla.variants import SOURCE, Variant
 from deepinfer.kernels.reference.cache_rows import RowFormat, load_rows, store_rows
+from tests.kernels.on_host import compile_on_host, copy_sources, needs_compiler
+from tests.kernels.test_flash_mla_on_host import IMITATED
 
 DIM = 512
-RUN = """
-#include <thread>
-#include <vector>
-extern "C" int produce_all(const Params* p, int rank, u8* out, const u8** ranges, int* counts) {
-    const Barriers barriers = {shared_address(shared_memory + BARRIERS)};
-    first_barrier = barriers.base;
-    memcpy(readable, ranges, sizeof readable);
-    memset(shared_memory, 0xFF, sizeof shared_memory);
-    for (auto& count : arrivals) count = 0;
-    prefetched_outside = false;
-    TensorMap map;
-    pthread_barrier_init(&together, nullptr, 128);
-    std::vector<std::thread> threads;
-    for (int thread = 0; thread < 128; thread++) {
-        threads.emplace_back([&, thread] {
-            threadIdx.x = 256 + thread;
-            produce(*p, map, barriers, shared_memory, 0, p->tokens, 1, rank);
-        });
-    }
-    for (auto& thread : threads) thread.join();
-    memcpy(out, shared_memory + KEYS, 131072);
-    memcpy(out + 131072, shared_memory + BIAS, 512);
-    std::copy(arrivals, arrivals + 16, counts);
-    return prefetched_outside;
+ENTRY = """
+// 128 threads produce; one more takes each half tile when it is ready, and gives it back.
+extern "C" bool on_host(const Params* p, int rank, u8* out) {
+    std::mt19937 random(rank);
+    forget_launch(&random);
+    TensorMap map = {p->query.base, p->query.token_stride, p->query.head_stride};
+    return run(1, 1, 160, SHARED_BYTES, [=] {
+        SHARED_MEMORY(shared);
+        const Barriers barriers = {shared_address(shared + BARRIERS)};
+        if (threadIdx.x == 0) {
+            barrier_init(barriers.query_ready(), 1), barrier_init(barriers.query_free(), 1);
+            for (int i = 0; i < 4; i++) {
+                barrier_init(barriers.ready(i / 2, i % 2), 128 + (i / 2 == i % 2 ? BIAS_THREADS : 0));
+                barrier_init(barriers.free(i / 2, i % 2), 1);
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < 128) produce(*p, map, barriers, shared, 0, p->tokens, 1, rank);
+        if (threadIdx.x != 128) return;
+        barrier_wait(barriers.query_ready(), 0);
+        for (int pair = 0; pair < Tiles(*p, rank).pairs(); pair++) {
+            u8* tiles = out + pair * (4 * HALF_TILE_BYTES + 512);
+            for (int i : {0, 3, 1, 2}) {
+                const int tile = i / 2, half = i % 2;
+                barrier_wait(barriers.ready(tile, half), pair & 1);
+                memcpy(tiles + i * HALF_TILE_BYTES, shared + KEYS + i * HALF_TILE_BYTES, HALF_TILE_BYTES);
+                if (tile == half) memcpy(tiles + 4 * HALF_TILE_BYTES + tile * 256, shared + BIAS + tile * 256, 256);
+                barrier_arrive(barriers.free(tile, half));
+            }
+        }
+        barrier_arrive(barriers.query_free());
+    });
 }
 """
 VARIANTS = {
@@ -55,32 +62,16 @@ VARIANTS = {
     "fp8-nvfp4-4": Variant(64, RowFormat.FP8, 5, RowFormat.NVFP4, 8, split=4),
 }
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
-
-
-def build(variant: Variant, folder: Path) -> ctypes.CDLL:
-    """The kernel's source up to its entry point, over an imitation of the card's instructions."""
-    folder, headers = folder / "flash_mla", folder / "deep_jit"
-    folder.mkdir(), headers.mkdir()
-    for path in SOURCE.parent.glob("*.cu*"):
-        text = re.sub(r'asm( volatile)?\((?:[^;]|;\\n|;")*?\);', ";", path.read_text())
-        (folder / path.name).write_text(text.replace("#pragma unroll", "//"))
-    shutil.copy(Path(__file__).parent / "hopper_on_host.cuh", headers / "hopper.cuh")
-    source = (folder / "attention.cu").read_text()
-    (folder / "producer.cpp").write_text(source[: source.index("#if SPLIT > 1\n#define CLUSTER")] + RUN)
-    defines = [f"-D{name}={value}" for name, value in variant.build().defines.items()]
-    library = folder / "producer.so"
-    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", *defines]
-    answer = subprocess.run([*command, "producer.cpp", "-o", str(library)], cwd=folder, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr[:3000]
-    return ctypes.CDLL(str(library))
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
 def built(request, tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("no C++ compiler here")
-    return VARIANTS[request.param], build(VARIANTS[request.param], tmp_path_factory.mktemp(request.param))
+    folder = tmp_path_factory.mktemp(request.param)
+    copy_sources(folder, SOURCE, IMITATED)
+    on_host = compile_on_host(folder, VARIANTS[request.param].build(), ENTRY).on_host
+    on_host.restype = ctypes.c_bool
+    return VARIANTS[request.param], on_host
 
 
 def make_cache(g: torch.Generator, pages: int, size: int, row_format: RowFormat | str) -> Tensor:
@@ -106,23 +97,19 @@ def make_slots(g: torch.Generator, rows: int, count: int) -> Tensor:
 
 
 def produce(
-    library: ctypes.CDLL, caches: list[Tensor | None], slots: list[Tensor | None], rank: int = 0
-) -> tuple[Tensor, Tensor, list[int]]:
-    """The last pair of tiles BF16 [2, 64, 512] and its biases [2, 64], arrivals at the four halves' barriers."""
-    params = _Params(window=_source(caches[0], slots[0])[1], latent=_source(caches[1], slots[1])[1], tokens=1)
-    out = torch.zeros(131072 + 512, dtype=torch.uint8)
-    counts = (ctypes.c_int * 16)()
-    ranges = (ctypes.c_void_p * 4)()
-    for i, cache in enumerate(caches):
-        if cache is not None:
-            ranges[2 * i] = cache.data_ptr()
-            ranges[2 * i + 1] = cache.data_ptr() + cache.shape[0] * cache.stride(0) * cache.element_size()
-    assert library.produce_all(ctypes.byref(params), rank, ctypes.c_void_p(out.data_ptr()), ranges, counts) == 0
+    on_host: Any, caches: list[Tensor | None], slots: list[Tensor | None], pairs: int, rank: int = 0
+) -> tuple[Tensor, Tensor]:
+    """A block's tiles BF16 [2 x pairs, 64, 512] and their biases [2 x pairs, 64]."""
+    q = torch.zeros(1, 64, DIM, dtype=torch.bfloat16)
+    window, latent = _source(caches[0], slots[0])[1], _source(caches[1], slots[1])[1]
+    params = _Params(_Query(q.data_ptr(), q.stride(0) * 2, q.stride(1) * 2), window, latent, tokens=1)
+    out = torch.zeros(pairs, 131072 + 512, dtype=torch.uint8)
+    assert on_host(ctypes.byref(params), rank, ctypes.c_void_p(out.data_ptr())), "threads wait for each other for ever"
     # [tile, 8 sub-tiles of 64 columns, 64 rows, 8 chunks of 16 bytes], chunks swizzled by the row
-    raw = out[:131072].view(2, 8, 64, 8, 16)
+    raw = out[:, :131072].reshape(2 * pairs, 8, 64, 8, 16)
     row, chunk = torch.arange(64).unsqueeze(1), torch.arange(8)
     tiles = raw[:, :, row, chunk ^ (row % 8)].flatten(-2).view(torch.bfloat16).transpose(1, 2).flatten(2)
-    return tiles, out[131072:].view(torch.float32).view(2, 64), list(counts)[2:6]
+    return tiles, out[:, 131072:].contiguous().view(torch.float32).view(2 * pairs, 64)
 
 
 def all_tiles(variant: Variant, caches: list[Tensor | None], slots: list[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -139,23 +126,28 @@ def all_tiles(variant: Variant, caches: list[Tensor | None], slots: list[Tensor 
     return torch.cat(keys).unflatten(0, (-1, 64)).bfloat16(), torch.cat(alive).unflatten(0, (-1, 64))
 
 
-def check_last_pair(found: tuple[Tensor, Tensor, list[int]], tiles: Tensor, alive: Tensor) -> None:
-    """`tiles` are a block's; a tile that is missing in the last pair has no rows."""
+def check(
+    on_host: Any,
+    caches: list[Tensor | None],
+    slots: list[Tensor | None],
+    tiles: Tensor,
+    alive: Tensor,
+    rank: int = 0,
+) -> None:
+    """`tiles` are the block's; a tile that is missing in the last pair has no rows."""
     pairs = max(-(-len(tiles) // 2), 1)
     absent = 2 * pairs - len(tiles)
-    tiles = torch.cat((tiles, torch.zeros(absent, 64, DIM, dtype=tiles.dtype)))[-2:]
-    alive = torch.cat((alive, torch.zeros(absent, 64, dtype=torch.bool)))[-2:]
-    torch.testing.assert_close(found[0], tiles, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(found[1] == 0, alive) and (found[1][~alive] == -float("inf")).all()
-    arrivals = [128 + 32, 128, 128, 128 + 32]  # halves (0, 0), (0, 1), (1, 0), (1, 1); two bring the bias
-    assert found[2] == [count * pairs for count in arrivals]
+    tiles = torch.cat((tiles, torch.zeros(absent, 64, DIM, dtype=tiles.dtype)))
+    alive = torch.cat((alive, torch.zeros(absent, 64, dtype=torch.bool)))
+    found, bias = produce(on_host, caches, slots, pairs, rank)
+    torch.testing.assert_close(found, tiles, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(bias == 0, alive) and (bias[~alive] == -float("inf")).all()
 
 
-@needs_compiler
 @pytest.mark.parametrize(("window", "selected"), [(128, 512), (64, 64), (100, 77), (1, 300), (640, 0), (3, 0)])
-def test_tiles_hold_the_rows_of_the_last_pair(built, window, selected):
+def test_tiles_hold_the_rows(built, window, selected):
     """Every block of a cluster has its share of the tiles, and together they have all."""
-    variant, library = built
+    variant, on_host = built
     g = torch.Generator().manual_seed(window + selected)
     caches: list[Tensor | None] = [make_cache(g, 7, 5, variant.window_format), None]
     slots: list[Tensor | None] = [make_slots(g, 35, window), None]
@@ -164,13 +156,12 @@ def test_tiles_hold_the_rows_of_the_last_pair(built, window, selected):
     tiles, alive = all_tiles(variant, caches, slots)
     for rank in range(variant.split):
         share = slice(len(tiles) * rank // variant.split, len(tiles) * (rank + 1) // variant.split)
-        check_last_pair(produce(library, caches, slots, rank), tiles[share], alive[share])
+        check(on_host, caches, slots, tiles[share], alive[share], rank)
 
 
-@needs_compiler
 def test_offsets_beyond_32_bits(built):
     """Pages 3 GiB apart, as in a cache of an H200: more than 2^31 bytes, and in BF16 more than 2^32 elements."""
-    variant, library = built
+    variant, on_host = built
     if variant.split > 1:
         pytest.skip("the same code")
     g = torch.Generator().manual_seed(0)
@@ -186,4 +177,4 @@ def test_offsets_beyond_32_bits(built):
         wide.copy_(near)
         caches.append(near), far.append(wide), slots.append(make_slots(g, 4 * page, 200))
     tiles, alive = all_tiles(variant, caches, slots)
-    check_last_pair(produce(library, far, slots), tiles, alive)
+    check(on_host, far, slots, tiles, alive)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.flash_mla.attention import sparse_attention
-from deepinfer.kernels.flash_mla.launch import launch
+from deepinfer.kernels.flash_mla.launch import Inputs, launch
 from tests.kernels.test_flash_mla import (
     FORMATS,
     ROUNDING,
@@ -27,9 +27,9 @@ from tests.kernels.test_flash_mla import (
 pytestmark = [gpu, hopper, pytest.mark.usefixtures("poisoned_memory")]
 
 
-def attend(case: Case, kinds: str, split: int) -> Tensor:
+def attend(case: Case, split: int) -> Tensor:
     out = torch.full_like(case.q, float("nan")).contiguous()
-    launch(*case.arguments, out, formats=FORMATS[kinds], split=split)
+    launch(Inputs(*case.arguments), out, split=split)
     return out
 
 
@@ -55,17 +55,17 @@ def some_tokens(case: Case, tokens: Tensor | slice, more: int = 0) -> Case:
 def test_a_token_does_not_depend_on_its_neighbours(kinds, split):
     """150 tokens take turns on the processors, 3 have one each; the order and the company change no bit."""
     case = make_case(21, 150, 64, 128, 512, kinds=tuple(kinds.split("-")))
-    together = attend(case, kinds, split)
+    together = attend(case, split)
     chosen = torch.tensor([149, 0, 77], device="cuda")
-    assert torch.equal(attend(some_tokens(case, chosen), kinds, split), together[chosen])
-    assert torch.equal(attend(some_tokens(case, slice(40, 41)), kinds, split), together[40:41])
+    assert torch.equal(attend(some_tokens(case, chosen), split), together[chosen])
+    assert torch.equal(attend(some_tokens(case, slice(40, 41)), split), together[40:41])
 
 
 @pytest.mark.parametrize("kinds", FORMATS)
 def test_absent_slots_behind_the_others_change_no_bit(kinds):
     """A batch whose longest list is longer: only at split 1, since a cluster divides the tiles of a list."""
     case = make_case(22, 5, 64, 128, 200, kinds=tuple(kinds.split("-")))
-    assert torch.equal(attend(some_tokens(case, slice(None), 312), kinds, 1), attend(case, kinds, 1))
+    assert torch.equal(attend(some_tokens(case, slice(None), 312), 1), attend(case, 1))
 
 
 @pytest.mark.parametrize("kinds", FORMATS)

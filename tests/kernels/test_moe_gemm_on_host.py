@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,25 +16,22 @@ from deepinfer.kernels.deep_gemm.moe_gemm import SOURCE, _Params, _Variant
 from deepinfer.kernels.reference.basic import swiglu
 from deepinfer.kernels.reference.quant import dequantize_fp4_weight, fp8_round_trip
 from tests.kernels.matrix_cases import E4M3, TOLERANCE, dequantize, quantize, random_matrix, relative_error
+from tests.kernels.on_host import compile_on_host, copy_sources, needs_compiler
 
-COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = needs_compiler
 BLOCKS = 2  # of the persistent kernel
-HOST_SOURCE = """
-#include "deep_jit/hopper.cuh"
-#include "deep_gemm/moe_gemm.cu"
+IMITATED = {"products.cuh": "products_on_host.cuh", "tma.cuh": "tma_on_host.cuh"}
+ENTRY = """
 extern "C" bool on_host(const Params* p, const TensorMap* x, const TensorMap* scales, int blocks) {
-    grid_size = blocks;
-    products.clear(), named.clear(), warpgroups.clear();
     std::mt19937 random(p->tokens);
-    shuffles = &random;  // threads take turns in any order
+    forget_launch(&random);
     return run(1, blocks, THREADS, 232448, [=] { moe_gemm(*p, *x, *scales); });
 }
 """
 
 
 class HostMap(ctypes.Structure):
-    """TensorMap of products_on_host.cuh."""
+    """TensorMap of tma_on_host.cuh."""
 
     _fields_ = [
         (name, ctypes.c_uint64) for name in "base rows columns stride box_rows box_columns size swizzled".split()
@@ -51,32 +46,14 @@ def host_map(x: Tensor, box: tuple[int, int], swizzled: bool) -> HostMap:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[_Variant], Any]:
-    """The kernel's sources over an imitation of the card's instructions."""
     folder = tmp_path_factory.mktemp("moe_gemm")
-    (folder / "deep_jit").mkdir(), (folder / "deep_gemm").mkdir()
-    here = Path(__file__).parent
-    shutil.copy(here / "cluster_on_host.cuh", folder / "deep_jit")
-    shutil.copy(here / "products_on_host.cuh", folder / "deep_jit" / "hopper.cuh")
-    for path in [*SOURCE.parent.glob("moe_*.cu*"), SOURCE.parent / "fp4_weights.cuh"]:
-        text = path.read_text().replace("blockIdx.x", "block_index()").replace("gridDim.x", "grid_size")
-        text = text.replace("extern __shared__ __align__(1024) u8 memory[]", "SHARED_MEMORY(memory)")
-        (folder / "deep_gemm" / path.name).write_text(text)
-    for name in ("products.cuh", "tma.cuh"):  # imitated as well
-        (folder / "deep_gemm" / name).write_text("")
-    (folder / "host.cpp").write_text(HOST_SOURCE)
-    built: dict[_Variant, Any] = {}
+    copy_sources(folder, SOURCE, IMITATED)
 
+    @cache
     def compile_for_host(variant: _Variant) -> Any:
-        if variant not in built:
-            macros = [f"-D{name}={value}" for name, value in variant.build().defines.items()]
-            library = f"{len(built)}.so"
-            command = [str(COMPILER), "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "-DCLUSTER=1", *macros]
-            command += ["host.cpp", "-o", library]
-            answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            assert answer.returncode == 0, answer.stderr[:3000]
-            built[variant] = ctypes.CDLL(str(folder / library)).on_host
-            built[variant].restype = ctypes.c_bool
-        return built[variant]
+        on_host = compile_on_host(folder, variant.build(), ENTRY).on_host
+        on_host.restype = ctypes.c_bool
+        return on_host
 
     return compile_for_host
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from deepinfer.server.structure import BUSY_SECONDS, structure_error
-from deepinfer.structured.backend import BUSY
+from deepinfer.errors import BusyError
+from deepinfer.server.errors import BUSY_SECONDS
+from deepinfer.server.structure import structure_error
+from deepinfer.structured.compiler import BUSY
 from tests.server.process import MODEL, Server
 from tests.server.test_bad_bodies import BODIES, check_error, post
 
@@ -185,6 +187,6 @@ def test_a_format_is_of_the_whole_answer(server: Server, path: str) -> None:
 
 
 def test_a_compiler_with_too_much_to_do_is_not_the_requests_fault() -> None:
-    error = structure_error(ValueError(BUSY), "guided_json")
+    error = structure_error(BusyError(BUSY), "guided_json")
     assert (error.status, error.param, error.retry_after) == (429, "guided_json", BUSY_SECONDS)
     assert error.message == "guided_json: too many grammars wait to be compiled, ask again later"

@@ -21,6 +21,7 @@ from deepinfer.engine.async_engine import AsyncEngine
 from deepinfer.engine.client import EngineClient
 from deepinfer.engine.compiling import Compiling
 from deepinfer.engine.loading import load_engine
+from deepinfer.errors import BusyError
 from deepinfer.structured import compiler as compiler_module
 from deepinfer.structured.compiler import GrammarCompiler
 from deepinfer.structured.constraint import Constraint
@@ -84,7 +85,7 @@ def test_too_many_that_wait_are_refused(grammars: GrammarCompiler, monkeypatch: 
     monkeypatch.setattr(compiler_module, "MAX_WAITING", 2)
     monkeypatch.setattr(grammars, "_load_vocabulary", lambda: (go.wait(20), vocabulary())[1])
     waiting = [grammars.compile({"schema_type": "regex", "schema": text}) for text in "ab"]
-    with pytest.raises(ValueError, match="too many grammars"):
+    with pytest.raises(BusyError, match="too many grammars"):
         grammars.compile({"schema_type": "regex", "schema": "c"})
     go.set()
     assert all(one.result(20) for one in waiting)
@@ -230,7 +231,7 @@ def test_who_has_waited_too_long_is_told_to_ask_again(
         raise TooSlowError("slow")
 
     monkeypatch.setattr(grammars, "_build", build)
-    with pytest.raises(ValueError, match="^so_args: too many grammars wait"):
+    with pytest.raises(BusyError, match="^so_args: too many grammars wait"):
         grammars.compile(REGEX).result(20)
     monkeypatch.undo()
     assert grammars.compile(REGEX).result(20) and grammars.num_waiting == 0  # it is not remembered

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.deep_gemm.checks import check
 from deepinfer.kernels.deep_gemm.fp8_gemm import processors, row_scales_layout
 from deepinfer.kernels.deep_jit import Build, Kernel
 from deepinfer.kernels.deep_jit.tensor_map import tensor_map
@@ -91,8 +92,7 @@ def fp8_few_rows(
     if x.dtype != torch.float8_e4m3fn or w.dtype != torch.float8_e4m3fn:
         raise ValueError(f"x and w must be float8_e4m3fn, got {x.dtype} and {w.dtype}")
     expected = [-(-n // 128), k_blocks] if by_block else [n]
-    if list(w_scales.shape) != expected or w_scales.dtype != torch.float32 or not w_scales.is_contiguous():
-        raise ValueError(f"w_scales must be contiguous float32 {expected}, got {list(w_scales.shape)}")
+    check("w_scales", w_scales, torch.float32, expected, x)
     if list(x_scales.shape) != [m, k_blocks] or x_scales.dtype != torch.float32:
         raise ValueError(f"x_scales must be float32 [{m}, {k_blocks}], got {list(x_scales.shape)}")
     if out is None:

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.deep_gemm.checks import check, check_out
 from deepinfer.kernels.deep_gemm.fp8_variants import THREADS, Tile, choose_tile
 from deepinfer.kernels.deep_jit import Kernel
 from deepinfer.kernels.deep_jit.tensor_map import tensor_map
@@ -68,17 +69,12 @@ def fp8_gemm(
     if b.shape[1] != k or a.dtype != torch.float8_e4m3fn or b.dtype != torch.float8_e4m3fn:
         raise ValueError(f"a and b must be float8_e4m3fn [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}")
     expected = [n] if by_row else [-(-n // GROUP), k_blocks]
-    if list(a_scales.shape) != [m, k_blocks] or list(b_scales.shape) != expected:
-        raise ValueError(
-            f"a_scales must be [{m}, {k_blocks}] and b_scales {expected}, "
-            f"got {list(a_scales.shape)} and {list(b_scales.shape)}"
-        )
-    if a_scales.dtype != torch.float32 or b_scales.dtype != torch.float32 or not b_scales.is_contiguous():
-        raise ValueError("a_scales and b_scales must be float32, b_scales contiguous")
+    if list(a_scales.shape) != [m, k_blocks] or a_scales.dtype != torch.float32:
+        raise ValueError(f"a_scales must be float32 [{m}, {k_blocks}], got {a_scales.dtype} {list(a_scales.shape)}")
+    check("b_scales", b_scales, torch.float32, expected, a)
     if out is None:
         out = torch.empty(m, n, dtype=torch.bfloat16, device=a.device)
-    if n % 8 or list(out.shape) != [m, n] or out.stride(1) != 1 or out.stride(0) % 8 or out.data_ptr() % 16:
-        raise ValueError(f"out must be [{m}, {n}] with N and the row stride multiples of 8, got {list(out.shape)}")
+    check_out(out, (m, n), a)
     if m == 0 or n == 0:
         return out
     if k == 0:

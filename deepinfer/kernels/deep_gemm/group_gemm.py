@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.deep_gemm.checks import check, check_out
 from deepinfer.kernels.deep_gemm.fp8_gemm import processors, row_scales_layout
 from deepinfer.kernels.deep_jit import Build, Kernel
 from deepinfer.kernels.deep_jit.tensor_map import tensor_map
@@ -123,22 +124,19 @@ def _launch(
     if x.dtype != dtype or w.dtype != dtype or w.shape[2] != k or k == 0 or not w.is_contiguous():
         raise ValueError(f"x [P, K > 0] and w [G, N, K] must be {dtype}, w contiguous, got {x.dtype} and {w.dtype}")
     for name, table in (("begins", begins), ("counts", counts)):
-        if table is not None and (table.dtype != torch.int32 or list(table.shape) != [groups]):
-            raise ValueError(f"{name} must be int32 [{groups}], got {table.dtype} {list(table.shape)}")
+        if table is not None:
+            check(name, table, torch.int32, [groups], x)
     if groups > MAX_GROUPS:
         raise ValueError(f"at most {MAX_GROUPS} groups, got {groups}")
     if x_scales is not None and (list(x_scales.shape) != [p, k_blocks] or x_scales.dtype != torch.float32):
         raise ValueError(f"x_scales must be float32 [{p}, {k_blocks}], got {x_scales.dtype} {list(x_scales.shape)}")
     by_row = w_scales is not None and w_scales.dim() == 2
     expected = [groups, n] if by_row else [groups, -(-n // 128), k_blocks]
-    if w_scales is not None and (list(w_scales.shape) != expected or not w_scales.is_contiguous()):
-        raise ValueError(f"w_scales must be contiguous {expected}, got {list(w_scales.shape)}")
-    if w_scales is not None and w_scales.dtype != torch.float32:
-        raise ValueError(f"w_scales must be float32, got {w_scales.dtype}")
+    if w_scales is not None:
+        check("w_scales", w_scales, torch.float32, expected, x)
     if out is None:
         out = torch.empty(p, n, dtype=torch.bfloat16, device=x.device)
-    if n % 8 or list(out.shape) != [p, n] or out.stride(1) != 1 or out.stride(0) % 8 or out.data_ptr() % 16:
-        raise ValueError(f"out must be [{p}, {n}] with N and the row stride multiples of 8, got {list(out.shape)}")
+    check_out(out, (p, n), x)
     if p == 0 or groups == 0:
         return out
     cards = processors(x.device.index)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.deep_gemm.checks import check, check_out
 from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights
 from deepinfer.kernels.deep_gemm.fp8_gemm import processors, row_scales_layout
 from deepinfer.kernels.deep_jit import Build, Kernel
@@ -90,10 +91,10 @@ def _launch(
     if list(x_scales.shape) != [rows, k_blocks] or x_scales.dtype != torch.float32:
         raise ValueError(f"x_scales must be float32 [{rows}, {k_blocks}], got {list(x_scales.shape)}")
     for name, table in (("begins", begins), ("counts", counts)):
-        if table is None and experts != 1:
-            raise ValueError(f"{name} may be None for one expert only, got {experts}")
-        if table is not None and (table.dtype != torch.int32 or list(table.shape) != [experts]):
-            raise ValueError(f"{name} must be int32 [{experts}], got {table.dtype} {list(table.shape)}")
+        if table is not None:
+            check(name, table, torch.int32, [experts], x)
+        elif experts != 1 or begins is not counts:
+            raise ValueError(f"{name} may be None for one expert only, and with the other, got {experts} experts")
     if experts > MAX_EXPERTS:
         raise ValueError(f"at most {MAX_EXPERTS} experts, got {experts}")
     params.weights, params.row_scales = weights.tiles.data_ptr(), weights.row_scales.data_ptr()
@@ -133,8 +134,9 @@ def grouped_gemm(
         raise ValueError("weights are those of gate and up: use grouped_gate_up")
     if out is None:
         out = torch.empty(x.shape[0], weights.rows, dtype=torch.bfloat16, device=x.device)
-    if out.shape[1] != weights.rows or weights.rows % 8 or out.stride(1) != 1 or out.stride(0) % 8:
-        raise ValueError(f"out must be [.., {weights.rows}] with rows of multiples of 8, got {list(out.shape)}")
+    check_out(out, (out.shape[0] if out_rows is not None else x.shape[0], weights.rows), x)
+    if out_rows is not None:
+        check("out_rows", out_rows, torch.int32, [x.shape[0]], x)
     if x.shape[0]:
         params = _Params(out=out.data_ptr(), out_stride=out.stride(0) * 2, columns=weights.rows)
         params.out_rows = out_rows.data_ptr() if out_rows is not None else None
@@ -161,8 +163,7 @@ def grouped_gate_up(
     inner, rows = weights.rows // 2, x.shape[0]
     if not weights.gate_up or inner % 32:
         raise ValueError(f"weights must be arranged with gate_up, I a multiple of 32, got I = {inner}")
-    if gates.dtype != torch.float32 or list(gates.shape) != [rows] or not gates.is_contiguous():
-        raise ValueError(f"gates must be float32 [{rows}], got {gates.dtype} {list(gates.shape)}")
+    check("gates", gates, torch.float32, [rows], x)
     out = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=x.device)
     out_scales = torch.empty(-(-inner // 128), -(-rows // 4) * 4, device=x.device)[:, :rows].T
     if rows:

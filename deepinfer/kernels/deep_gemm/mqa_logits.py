@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepinfer.kernels.deep_gemm.checks import check
 from deepinfer.kernels.deep_gemm.fp8_gemm import processors
 from deepinfer.kernels.deep_jit import Build, Kernel
 from deepinfer.kernels.deep_jit.tensor_map import tensor_map
@@ -112,8 +113,7 @@ def _check(q: Tensor, weights: Tensor) -> None:
     tokens, heads, dim = q.shape
     if q.dtype != torch.float8_e4m3fn or dim != DIM or heads != HEADS or not q.is_contiguous():
         raise ValueError(f"q must be contiguous float8_e4m3fn [T, 32, {DIM}], got {q.dtype} {list(q.shape)}")
-    if weights.dtype != torch.float32 or list(weights.shape) != [tokens, heads] or not weights.is_contiguous():
-        raise ValueError(f"weights must be contiguous float32 [{tokens}, {heads}], got {list(weights.shape)}")
+    check("weights", weights, torch.float32, [tokens, heads], q)
 
 
 def mqa_logits(
@@ -134,11 +134,14 @@ def mqa_logits(
     """
     _check(q, weights)
     tokens, count = q.shape[0], keys.shape[0]
-    if keys.dtype != torch.float8_e4m3fn or keys.shape[1] != DIM or list(key_scales.shape) != [count]:
-        raise ValueError(f"keys must be float8_e4m3fn [S, {DIM}] and key_scales [S], got {list(keys.shape)}")
+    if keys.dtype != torch.float8_e4m3fn or keys.shape[1] != DIM:
+        raise ValueError(f"keys must be float8_e4m3fn [S, {DIM}], got {keys.dtype} {list(keys.shape)}")
+    check("key_scales", key_scales, torch.float32, [count], q)
+    check("starts", starts, torch.int32, [tokens], q)
+    check("ends", ends, torch.int32, [tokens], q)
     out = torch.empty(tokens, count if width is None else width, dtype=torch.float32, device=q.device)
     if out.numel() == 0 or count == 0:
-        return out
+        return out.fill_(-torch.inf)
     cards, group = processors(q.device.index), PREFILL_SHAPE[0] * PREFILL_SHAPE[1]
     tiles, groups = -(-count // KEYS), -(-tokens // group)
     chunk = max(4, min(64, tiles * groups // (cards * 8)))
@@ -191,6 +194,9 @@ def paged_mqa_logits(
     flat = q.flatten(0, 1)
     _check(flat, weights)
     variant = _paged_variant(pages, shape)
+    check("visible", visible, torch.int32, [flat.shape[0]], q)
+    if block_table.dtype != torch.int32 or block_table.shape[0] != sequences or block_table.stride(1) != 1:
+        raise ValueError(f"block_table must be int32 [{sequences}, pages], got {block_table.dtype} {block_table.shape}")
     out = torch.empty(flat.shape[0], width, dtype=torch.float32, device=q.device)
     if sequences == 0 or width == 0:
         return out

@@ -12,14 +12,9 @@ from torch import Tensor
 from deepinfer.kernels.deep_jit import CompileError
 from deepinfer.kernels.deep_jit.driver import DriverError
 from deepinfer.kernels.deep_select.top_k import is_hopper
-from deepinfer.kernels.flash_mla.launch import BLOCK_HEADS, HEAD_DIM, ROPE_PAIRS, launch, row_format
-from deepinfer.kernels.reference.cache_rows import RowFormat, latent_format
+from deepinfer.kernels.flash_mla.launch import BLOCK_HEADS, HEAD_DIM, ROPE_PAIRS, Inputs, launch
 
 logger = logging.getLogger(__name__)
-
-Angles = tuple[Tensor, Tensor]  # cosines and sines [N, 32]
-Caches = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # window and its slots, latents and theirs
-Formats = tuple[RowFormat | str, RowFormat | str | None]
 
 ALIGNMENT = 16  # bytes that a thread loads at once, and the copy engine's
 
@@ -38,7 +33,9 @@ def sparse_attention(
     Caches are BF16 or packed (FP8 window, NVFP4 or FP8 latents); any strides that keep rows aligned. NotImplemented
     for other cases, and if the kernel does not compile or load.
     """
-    return _if_covered(q, (window_cache, window_slots, latent_cache, latent_slots), sink, scale, None)
+    return _if_covered(
+        Inputs(q, window_cache, window_slots, latent_cache, latent_slots, sink.float().contiguous(), scale)
+    )
 
 
 def rotated_attention(
@@ -53,7 +50,8 @@ def rotated_attention(
     scale: float,
 ) -> Any:
     """`rotated_attention` of kernels/reference/attention.py in one launch, where `sparse_attention` here has a case."""
-    return _if_covered(q, (window_cache, window_slots, latent_cache, latent_slots), sink, scale, (cos, sin))
+    sink, angles = sink.float().contiguous(), (cos.float().contiguous(), sin.float().contiguous())
+    return _if_covered(Inputs(q, window_cache, window_slots, latent_cache, latent_slots, sink, scale, angles))
 
 
 def fused_attention(
@@ -77,81 +75,59 @@ def fused_attention(
     uint8 [N, H, 16], one for 32 values; without `fp8` BF16 and None. Raises ValueError for what the kernel does not
     cover, CompileError, DriverError.
     """
-    caches = (window_cache, window_slots, latent_cache, latent_slots)
-    formats = covered(q, caches, sink, (cos, sin))
-    if formats is None:
+    sink, angles = sink.float().contiguous(), (cos.float().contiguous(), sin.float().contiguous())
+    inputs = Inputs(q, window_cache, window_slots, latent_cache, latent_slots, sink, scale, angles, q_norm)
+    if not covered(inputs):
         raise ValueError(
             "q must be BF16 [N, H, 512] on Hopper with H a multiple of 64, caches aligned BF16 or packed rows, slots "
             f"int32 [N, count], sink [H], cos and sin [N, {ROPE_PAIRS}]; got q {q.dtype} {list(q.shape)} on {q.device}"
         )
-    return _attend(q, caches, formats, sink, scale, (cos, sin), q_norm, fp8)
+    return _attend(inputs, fp8)
 
 
-def covered(q: Tensor, caches: Caches, sink: Tensor, angles: Angles | None) -> Formats | None:
-    """Row formats of the two caches, or None if this is no case for the kernel."""
+def covered(inputs: Inputs) -> bool:
+    """Whether this is a case for the kernel."""
+    q, angles = inputs.q, inputs.angles
     if q.dtype != torch.bfloat16 or q.dim() != 3 or q.device.type != "cuda" or not is_hopper(q.device.index):
-        return None
+        return False
     tokens, heads, dim = q.shape
-    if dim != HEAD_DIM or heads % BLOCK_HEADS or not _aligned(q) or sink.shape != (heads,):
-        return None
+    if dim != HEAD_DIM or heads % BLOCK_HEADS or not _aligned(q) or inputs.sink.shape != (heads,):
+        return False
     if angles is not None and any(part.shape != (tokens, ROPE_PAIRS) for part in angles):
-        return None
-    window_cache, window_slots, latent_cache, latent_slots = caches
-    window = _cache_format(window_cache, window_slots, tokens, RowFormat.FP8)
-    if window is None:
-        return None
-    if latent_cache is None or latent_slots is None:
-        return window, None
-    latent = _cache_format(latent_cache, latent_slots, tokens, latent_format(latent_cache, dim))
-    return None if latent is None else (window, latent)
+        return False
+    window_format, latent_format = inputs.formats
+    if window_format is None or not _readable(inputs.window_cache, inputs.window_slots, tokens):
+        return False
+    if inputs.latent_cache is None or inputs.latent_slots is None:
+        return True
+    return latent_format is not None and _readable(inputs.latent_cache, inputs.latent_slots, tokens)
 
 
-def _if_covered(q: Tensor, caches: Caches, sink: Tensor, scale: float, angles: Angles | None) -> Any:
-    formats = covered(q, caches, sink, angles)
-    if formats is None:
+def _if_covered(inputs: Inputs) -> Any:
+    if not covered(inputs):
         return NotImplemented
     try:
-        return _attend(q, caches, formats, sink, scale, angles)[0]
+        return _attend(inputs, fp8=False)[0]
     except (CompileError, DriverError) as error:
         _warn_once(str(error))
         return NotImplemented
 
 
-def _attend(
-    q: Tensor,
-    caches: Caches,
-    formats: Formats,
-    sink: Tensor,
-    scale: float,
-    angles: Angles | None,
-    q_norm: bool = False,
-    fp8: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def _attend(inputs: Inputs, fp8: bool) -> tuple[Tensor, Tensor | None]:
     """Attention of a covered case, and its scales with `fp8`."""
+    q = inputs.q
     out = torch.empty(q.shape, dtype=torch.float8_e4m3fn if fp8 else q.dtype, device=q.device)
     scales = torch.empty(*q.shape[:2], HEAD_DIM // 32, dtype=torch.uint8, device=q.device) if fp8 else None
     if q.shape[0]:
-        launch(
-            q,
-            *caches,
-            sink.float().contiguous(),
-            scale,
-            out,
-            formats=formats,
-            out_scales=scales,
-            angles=None if angles is None else (angles[0].float().contiguous(), angles[1].float().contiguous()),
-            q_norm=q_norm,
-        )
+        launch(inputs, out, scales)
     return out, scales
 
 
-def _cache_format(cache: Tensor, slots: Tensor, tokens: int, packed: RowFormat) -> RowFormat | str | None:
-    found = row_format(cache, packed)
-    if found is None or not _aligned(cache):
-        return None
+def _readable(cache: Tensor, slots: Tensor, tokens: int) -> bool:
+    """Rows are aligned, and slots int32 [tokens, count] lie next to each other."""
     if slots.dtype != torch.int32 or slots.shape[0] != tokens or (slots.shape[1] > 1 and slots.stride(1) != 1):
-        return None
-    return found
+        return False
+    return _aligned(cache)
 
 
 def _aligned(tensor: Tensor) -> bool:

@@ -3,7 +3,7 @@
 Each module of a backend has factories whose names end in `_tl`: sizes that are fixed in a model -> a TileLang function,
 for `tilelang.compile` or `source`. Importing this package needs TileLang and takes the factories of the platform's
 backend (those of `cuda` on a machine with neither, for `source`). On Hopper the operations run in Triton or CUDA C++;
-these are the portable ones (docs/kernels.md).
+these are the portable ones (docs/kernels/overview.md).
 """
 
 from __future__ import annotations
