@@ -55,7 +55,7 @@ def options_of(command: Any) -> set[str]:
     return found.union(*(options_of(one) for one in getattr(command, "commands", {}).values()))
 
 
-FOREIGN_NAMES = {"mma.sync"}  # an instruction
+FOREIGN_NAMES = {"mma.sync", "cp.async.wait_all"}  # instructions
 FOREIGN_OPTIONS = {"--help", "--nproc-per-node", "--tensor-parallel-size", "--enable-prefix-caching"}
 
 

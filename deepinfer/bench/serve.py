@@ -24,8 +24,8 @@ from deepinfer.bench.results import Record, measured
 from deepinfer.bench.serve_client import Load, Sample, Target, connect, error_message, run_load
 from deepinfer.bench.serve_report import LATENCIES, detailed, summarize, table, warnings
 
-DATASETS = ("random", "random-ids", "prefix_repetition", "sharegpt", "burstgpt", "custom", "timed_trace")
-FILE_DATASETS = ("sharegpt", "burstgpt", "custom", "timed_trace")
+FILE_DATASETS = ("sharegpt", "sonnet", "spec_bench", "burstgpt", "custom", "timed_trace")
+DATASETS = ("random", "random-ids", "prefix_repetition", *FILE_DATASETS)
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 # What vLLM and SGLang call the two APIs and the workloads.
 OTHER_NAMES = {
@@ -81,6 +81,11 @@ class Settings:
     prefix_repetition_output_len: int = 128
     sharegpt_output_len: int | None = None
     custom_output_len: int | None = None
+    sonnet_prefix_len: int = 200
+    sonnet_input_len: int = 550
+    sonnet_output_len: int = 150
+    spec_bench_output_len: int = files.DEFAULT_OUTPUT_LEN
+    spec_bench_category: str | None = None
     timed_trace_sec_multiplier: float = 0.001
     timed_trace_chunk_hash_size: int = 512
     request_rate: float | None = None  # None: a trace's own times, else all at once
@@ -137,6 +142,17 @@ def make_requests(settings: Settings, draw: np.random.Generator) -> list[workloa
     if settings.dataset_name == "custom":
         assert settings.dataset_path is not None
         return files.custom_requests(settings.dataset_path, count, settings.custom_output_len)
+    if settings.dataset_name == "spec_bench":
+        assert settings.dataset_path is not None
+        return files.spec_bench_requests(
+            settings.dataset_path, count, settings.spec_bench_output_len, settings.spec_bench_category, draw
+        )
+    if settings.dataset_name == "sonnet":
+        assert settings.dataset_path is not None
+        return files.sonnet_requests(
+            settings.dataset_path, count or DEFAULT_NUM_PROMPTS, settings.sonnet_prefix_len,
+            settings.sonnet_input_len, settings.sonnet_output_len, tokenizer, draw,
+        )  # fmt: skip
     words = workload.word_pool(tokenizer)
     if settings.dataset_name == "burstgpt":
         assert settings.dataset_path is not None

@@ -49,7 +49,10 @@ def serve(
     timeout: Annotated[float, _option(SERVER, help="Seconds that a whole request may take.")] = 600.0,
     dataset_name: Annotated[
         str,
-        _option(WORKLOAD, help="random, random-ids, prefix_repetition, sharegpt, burstgpt, custom or timed_trace."),
+        _option(
+            WORKLOAD,
+            help="random, random-ids, prefix_repetition, sharegpt, sonnet, spec_bench, burstgpt, custom, timed_trace.",
+        ),
     ] = "random",
     dataset_path: Annotated[
         Path | None, _option(WORKLOAD, exists=True, dir_okay=False, help="File of a dataset that is one.")
@@ -88,6 +91,11 @@ def serve(
     custom_output_len: Annotated[
         int | None, _option(WORKLOAD, min=1, help="Tokens of an answer; default: the file's output_tokens, else 256.")
     ] = None,
+    sonnet_prefix_len: Annotated[int, _option(WORKLOAD, min=1, help="Tokens that all prompts share.")] = 200,
+    sonnet_input_len: Annotated[int, _option(WORKLOAD, min=1, help="Tokens of a prompt.")] = 550,
+    sonnet_output_len: Annotated[int, _option(WORKLOAD, min=1, help="Tokens of an answer.")] = 150,
+    spec_bench_output_len: Annotated[int, _option(WORKLOAD, min=1, help="Tokens of an answer.")] = 256,
+    spec_bench_category: Annotated[str | None, _option(WORKLOAD, help="Its questions alone; default: all.")] = None,
     timed_trace_sec_multiplier: Annotated[
         float, _option(WORKLOAD, help="Seconds of one unit of the trace's timestamps; 0.0005 replays ms twice as fast.")
     ] = 0.001,
@@ -177,6 +185,11 @@ def serve(
         prefix_repetition_output_len=prefix_repetition_output_len,
         sharegpt_output_len=sharegpt_output_len,
         custom_output_len=custom_output_len,
+        sonnet_prefix_len=sonnet_prefix_len,
+        sonnet_input_len=sonnet_input_len,
+        sonnet_output_len=sonnet_output_len,
+        spec_bench_output_len=spec_bench_output_len,
+        spec_bench_category=spec_bench_category,
         timed_trace_sec_multiplier=timed_trace_sec_multiplier,
         timed_trace_chunk_hash_size=timed_trace_chunk_hash_size,
         request_rate=request_rate,

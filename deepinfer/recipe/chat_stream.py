@@ -32,6 +32,7 @@ class ChatStream:
         self.reader = OutputReader(request.parsing, tokenizer, new_id)
         self.done = False
         self._stage = request.parsing.thinking_initial_stage
+        self._begins_with_reasoning = request.parsing.begins_with_reasoning
         self._usage_field = request.include_usage or not request.stream
         self._head = {"id": id, "created": created, "model": model}
         self._fingerprint: str | None = None
@@ -73,7 +74,7 @@ class ChatStream:
     def response(self) -> dict[str, Any]:
         """The whole answer as a chat.completion object."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
-        if self._stage in ("ReasoningStart", "ReasoningContinuation"):
+        if self._begins_with_reasoning:
             message["reasoning_content"] = self.reader.parser.reasoning
         if self._calls:
             message["tool_calls"] = [

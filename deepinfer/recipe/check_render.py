@@ -23,7 +23,8 @@ CONVERTERS = {
     "responses": convert_responses_request,
     "messages": convert_messages_request,
 }
-_OUR_PARSING = ("include_stop_string", "answer_open_reasoning", "answer_has_format")  # the library has no such options
+# The library has no such options.
+_OUR_PARSING = ("include_stop_string", "answer_open_reasoning", "answer_has_format", "silent_roles")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "logprobs", "top_logprobs", "seed")
 
 

@@ -33,7 +33,7 @@ class MessagesStream:
     ) -> None:
         self.reader = OutputReader(request.parsing, tokenizer, new_id)
         self.done = False
-        self._stage = request.parsing.thinking_initial_stage
+        self._begins_with_reasoning = request.parsing.begins_with_reasoning
         self._id = id
         self._model = model
         self._content: list[Json] = []
@@ -50,7 +50,7 @@ class MessagesStream:
     ) -> list[Json]:
         self.reader.start(prompt_tokens, cached_tokens)
         events = [{"type": "message_start", "message": self.response()}]
-        if self._stage in ("ReasoningStart", "ReasoningContinuation"):
+        if self._begins_with_reasoning:
             events += self._need("thinking")
         return events
 

@@ -37,7 +37,7 @@ class OutputReader:
         self.finish_reason: str | None = None
         self.names_tokens_by_id = False  # in log probabilities: "token_id:42" for the token's text
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._detokenizer = Detokenizer(tokenizer, options.silent_roles) if tokenizer is not None else None
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still held back
         self._prompt_tokens = 0
         self._cached_tokens = 0

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from deepinfer.recipe.conversation import Conversation, ModelVersion
+from deepinfer.recipe.detokenizer import SILENT_ROLES
 from deepinfer.recipe.errors import ConversionError
 
 MAX_TOKENS_BOUND = 393216
@@ -22,6 +23,7 @@ class ParsingOptions:
     output is part of the answer.  ``answer_open_reasoning``: reasoning that the model ended its turn in, without
     closing it, is repeated as the answer, so that no reply is empty; the public library leaves the answer empty.
     ``answer_has_format``: a grammar holds the answer to a format, so marks that are spelled inside it are its text.
+    ``silent_roles``: control tokens that give no text.
     """
 
     parse_tool_calls: bool = False
@@ -32,6 +34,11 @@ class ParsingOptions:
     include_stop_string: bool = False
     answer_open_reasoning: bool = False
     answer_has_format: bool = False
+    silent_roles: tuple[str, ...] = SILENT_ROLES
+
+    @property
+    def begins_with_reasoning(self) -> bool:
+        return self.thinking_initial_stage in ("ReasoningStart", "ReasoningContinuation")
 
 
 @dataclass(frozen=True)

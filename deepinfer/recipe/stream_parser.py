@@ -104,7 +104,7 @@ class StreamParser:
     def _first_state(self) -> str:
         if self.options.starts_in_tool_calls:
             return "tools"
-        if self.options.thinking_initial_stage in ("ReasoningStart", "ReasoningContinuation"):
+        if self.options.begins_with_reasoning:
             return "reasoning"
         return self._answer_state()
 

@@ -58,9 +58,7 @@ def output_format(
         is_open = request.parsing.starts_in_tool_calls
         calls = writer.block(tools, is_open, parallel_calls, text_before=answer is None and not is_required)
         body = calls if is_required else {"type": "or", "elements": [body, calls]}
-    if request.parsing.thinking_initial_stage not in ("ReasoningStart", "ReasoningContinuation"):
-        return body
-    return behind_reasoning(body, control_ids)
+    return behind_reasoning(body, control_ids) if request.parsing.begins_with_reasoning else body
 
 
 def behind_reasoning(body: Format, control_ids: Mapping[str, int]) -> Format:

@@ -13,7 +13,7 @@ from deepinfer.recipe import ChatStream, ConversationRequest, convert_chat_reque
 from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.logprobs import prompt_logprobs
-from deepinfer.server.prompts import PreparedPrompt, prepare
+from deepinfer.server.prompts import PreparedPrompt, prepare, with_thinking_budget
 from deepinfer.server.protocol import ChatRequest
 from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
@@ -70,11 +70,14 @@ async def create_chat_completion(request: Request) -> Response:
     prepared = await beside_loop(request, prepare_chat, state, raw, body.continues)
     asked = asked_structure(body, raw)
     parallel = body.parallel_tool_calls is not False
+    params = with_thinking_budget(state, params, body.thinking_token_budget, prepared.conversation)
+    ends_thinking = params.thinking_token_budget is not None
     structure = await beside_loop(
-        request, conversation_structure, state, prepared.conversation, asked, "response_format", parallel
+        request, conversation_structure, state, prepared.conversation, asked, "response_format", parallel, ends_thinking
     )
     params = await with_structure(request, params, structure)
-    conversation = prepared.with_output(stop, body.include_stop_str_in_output, holds_answer(asked))
+    is_structured, silent = holds_answer(asked), body.silent_roles
+    conversation = prepared.with_output(stop, body.include_stop_str_in_output, is_structured, silent)
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)
     streams = start_sequences(state, [prepared.token_ids], params, body.n or 1, answer.open_choice, ticket, "messages")
     if body.stream:

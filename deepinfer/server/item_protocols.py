@@ -8,7 +8,7 @@ from pydantic import Field
 
 from deepinfer.recipe import apply_patch
 from deepinfer.server.errors import ApiError
-from deepinfer.server.protocol import MAX_STOP, NOT_IN_ITEMS, NOT_SAMPLED, SamplingRequest
+from deepinfer.server.protocol import MAX_STOP, NOT_IN_ITEMS, NOT_SAMPLED, SamplingRequest, ThinkingBudget
 
 _NOT_RESPONSES: dict[str, tuple[tuple, str]] = (
     NOT_SAMPLED
@@ -29,6 +29,7 @@ _NOT_MESSAGES: dict[str, tuple[tuple, str]] = (
     | {
         "n": ((1,), "a message is one answer; ask several times"),
         "stop": ((), "use stop_sequences"),
+        "thinking_token_budget": ((), "use thinking.budget_tokens"),
         "logprobs": ((False,), "the protocol has none; use /v1/chat/completions"),
         "mcp_servers": (([],), "there are no tools in the server"),
         "container": ((), "there are no tools in the server"),
@@ -49,6 +50,7 @@ class ResponsesRequest(SamplingRequest):
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: int | None = None
+    thinking_token_budget: ThinkingBudget | None = None  # vLLM's
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: dict[str, Any] | None = None
@@ -102,6 +104,12 @@ class MessagesRequest(SamplingRequest):
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # what output_config.format was called
     tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None  # checked by recipe
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Most tokens of reasoning."""
+        return (self.thinking or {}).get("budget_tokens")
 
     @property
     def format_field(self) -> str:

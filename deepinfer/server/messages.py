@@ -13,7 +13,7 @@ from deepinfer.recipe import MessagesStream, convert_messages_request
 from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.item_protocols import MessagesRequest
-from deepinfer.server.prompts import PreparedPrompt, prepare
+from deepinfer.server.prompts import PreparedPrompt, prepare, with_thinking_budget
 from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.state import ServerState, check_prompt, open_ticket, server_state, start_sequences
 from deepinfer.server.streams import Answer, EventStream, collect
@@ -49,8 +49,10 @@ async def create_message(request: Request) -> Response:
     asked = asked_structure(body, raw, body.format_field)
     conversation = prepared.with_output(body.stop_sequences or [], body.include_stop_str_in_output, holds_answer(asked))
     parallel = not (body.tool_choice or {}).get("disable_parallel_tool_use")
+    params = with_thinking_budget(state, params, body.thinking_budget, conversation)
+    ends_thinking = params.thinking_token_budget is not None
     structure = await beside_loop(
-        request, conversation_structure, state, prepared.conversation, asked, body.format_field, parallel
+        request, conversation_structure, state, prepared.conversation, asked, body.format_field, parallel, ends_thinking
     )
     params = await with_structure(request, params, structure)
     stream = MessagesStream(

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deepinfer.params import SamplingParams
 from deepinfer.recipe import ConversationRequest, ConversionOptions, Prompt, RequestError, encode_prompt, render
+from deepinfer.recipe.detokenizer import SILENT_ROLES
 from deepinfer.recipe.fields import parse_body
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.sizes import check_text
@@ -28,7 +30,11 @@ class PreparedPrompt:
     token_ids: list[int]
 
     def with_output(
-        self, stop: list[str], include_stop: bool | None = None, is_structured: bool = False
+        self,
+        stop: list[str],
+        include_stop: bool | None = None,
+        is_structured: bool = False,
+        silent_roles: tuple[str, ...] = SILENT_ROLES,
     ) -> ConversationRequest:
         """The conversation, its output read as this server does: it ends at these strings, and no reply is empty.
 
@@ -39,10 +45,29 @@ class PreparedPrompt:
             self.conversation.parsing,
             stop_sequences=tuple(stop),
             include_stop_string=bool(include_stop),
+            silent_roles=silent_roles,
             answer_open_reasoning=True,
             answer_has_format=is_structured or conversation.json_schema is not None or conversation.regex is not None,
         )
         return replace(self.conversation, parsing=parsing)
+
+
+def with_thinking_budget(
+    state: ServerState, params: SamplingParams, budget: int | None, conversation: ConversationRequest
+) -> SamplingParams:
+    """The parameters with so many tokens of reasoning at most, if the output begins with reasoning.
+
+    One that the limit of the whole output, or the context, makes idle is left out.  ApiError 400 for what it cannot be
+    combined with.
+    """
+    most = state.text.max_model_len if params.max_tokens is None else params.max_tokens
+    if budget is None or budget >= most or not conversation.parsing.begins_with_reasoning:
+        return params
+    ends = (state.text.tokenizer.control_ids["think_end"],)
+    try:
+        return replace(params, thinking_token_budget=budget, thinking_end_token_ids=ends)
+    except ValueError as error:
+        raise from_value_error(error) from None
 
 
 def prepare(state: ServerState, raw: dict[str, Any], convert: Convert, param: str) -> PreparedPrompt:

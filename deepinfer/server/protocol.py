@@ -19,6 +19,7 @@ MAX_STOP = 16
 MAX_BAD_WORDS = 256
 # A long list of faults would cost more than it tells.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+ThinkingBudget = Annotated[int, Field(ge=0)]  # tokens
 RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/=+-]{1,128}$")]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
@@ -50,7 +51,6 @@ NOT_SAMPLED: dict[str, tuple[tuple, str]] = {
     "return_hidden_states": ((False,), "only tokens and log-probabilities are returned"),
     "return_routed_experts": ((False,), "only tokens and log-probabilities are returned"),
     "routed_experts_prompt_start": ((), "only tokens and log-probabilities are returned"),
-    "skip_special_tokens": ((True,), "they are what the parts of an answer are read from; ask for return_token_ids"),
     "no_stop_trim": ((False,), "ask for include_stop_str_in_output"),
 }
 # For the two protocols of items, which have no use for these.
@@ -60,6 +60,7 @@ NOT_IN_ITEMS: dict[str, tuple[tuple, str]] = {
     "repetition_detection": ((), "use /v1/chat/completions"),
     "return_token_ids": ((False,), "use /v1/chat/completions"),
     "return_prompt_text": ((False,), "use the render route"),
+    "skip_special_tokens": ((True,), "use /v1/chat/completions"),
     "return_tokens_as_token_ids": ((False,), "use /v1/chat/completions"),
     "truncate_prompt_tokens": ((), "shorten the input before sending it"),
     "include_reasoning": ((True,), "reasoning comes in an item of its own that can be ignored"),
@@ -68,7 +69,6 @@ NOT_IN_ITEMS: dict[str, tuple[tuple, str]] = {
     "separate_reasoning": ((True,), "reasoning always comes in an item of its own"),
     "response_format": (({"type": "text"},), "use the protocol's own field"),
     "max_completion_tokens": ((), "use the protocol's own limit"),
-    "thinking_token_budget": ((), "use the protocol's own limit"),
     "chat_template": ((), "the prompt format belongs to the model"),
     "chat_template_kwargs": (({},), "use the protocol's own field for thinking"),
     "documents": (([],), "put documents into the input"),
@@ -81,7 +81,6 @@ _NOT_CHAT = NOT_SAMPLED | {
     "function_call": (("none",), "use tool_choice"),
     "separate_reasoning": ((True,), "reasoning always comes in a field of its own"),
     "stream_reasoning": ((True,), "reasoning is streamed like the answer"),
-    "thinking_token_budget": ((), "use max_tokens"),
     "verbosity": (("medium",), "say it in the messages"),
     "audio": ((), "only text is generated"),
     "modalities": ((["text"],), "only text is generated"),
@@ -90,12 +89,13 @@ _NOT_CHAT = NOT_SAMPLED | {
     "web_search_options": ((), "there is no search tool in the server"),
     "store": ((False,), "answers are not stored"),
     "truncate_prompt_tokens": ((), "a chat without its beginning is another one; shorten the messages"),
-    "chat_template": ((), "the prompt format belongs to the model"),
+    "chat_template": ((), "the prompt format belongs to the model, and what parses its output relies on it"),
     "add_special_tokens": ((False,), "the prompt format belongs to the model"),
-    "documents": (([],), "put documents into the messages"),
+    "documents": (([],), "the prompt format of the model has none; put them into the messages"),
 }
-_NOT_COMPLETION = {name: why for name, why in NOT_SAMPLED.items() if name != "skip_special_tokens"} | {
+_NOT_COMPLETION = NOT_SAMPLED | {
     "suffix": (("",), "the model completes text at its end only"),
+    "thinking_token_budget": ((), "a completion has no reasoning of its own; use /v1/chat/completions"),
 }
 
 
@@ -161,6 +161,7 @@ class SamplingRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens as "token_id:42"
     request_id: RequestName | None = None
     rid: RequestName | None = None  # the same, as SGLang calls it
+    skip_special_tokens: bool | None = None  # False: the text has those that begin, end and pad sequences, too
     stream_interval: Annotated[int, Field(ge=1, le=1024)] | None = None  # tokens that an event waits for
     # Requests of different salts share no cached prefix. No two requests share one here, whatever their salts.
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -190,6 +191,13 @@ class SamplingRequest(BaseModel):
         if not all(stop):
             raise ValueError("stop must not hold an empty string")
         return stop
+
+    @property
+    def silent_roles(self) -> tuple[str, ...]:
+        """Control tokens without text. The one that ends the answer is a stop: in the text only where those are."""
+        if self.skip_special_tokens is not False:
+            return SILENT_ROLES
+        return () if self.ignore_eos or self.include_stop_str_in_output else ("eos",)
 
     @property
     def prompt_logprob_count(self) -> int | None:
@@ -243,6 +251,7 @@ class ChatRequest(SamplingRequest):
     continue_final_message: bool | None = None  # the last message is the beginning of the answer
     add_generation_prompt: bool | None = None
     echo: bool | None = None  # the answer begins with the message that it continues
+    thinking_token_budget: ThinkingBudget | None = None  # most tokens of reasoning
 
     @property
     def continues(self) -> bool:
@@ -296,7 +305,6 @@ class CompletionRequest(SamplingRequest):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # keep so many; -1: what the context holds
     truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped
-    skip_special_tokens: bool | None = None  # False: the text has those that begin, end and pad sequences, too
 
     @property
     def is_echo_alone(self) -> bool:
@@ -316,13 +324,6 @@ class CompletionRequest(SamplingRequest):
         echoed = self.logprob_count if self.echo else None
         counts = [count for count in (self.prompt_logprobs, echoed) if count is not None]
         return max(counts, default=None)
-
-    @property
-    def silent_roles(self) -> tuple[str, ...]:
-        """Control tokens without text. The one that ends the answer is a stop: in the text only where those are."""
-        if self.skip_special_tokens is not False:
-            return SILENT_ROLES
-        return () if self.ignore_eos or self.include_stop_str_in_output else ("eos",)
 
     def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """The part of a prompt that `truncate_prompt_tokens` keeps; -1 leaves room for the answer asked for."""

@@ -17,7 +17,7 @@ from deepinfer.recipe import ResponsesStream, convert_responses_request
 from deepinfer.server.body import beside_loop, read_json, request_schema, validate
 from deepinfer.server.errors import ApiError, from_value_error
 from deepinfer.server.item_protocols import ResponsesRequest
-from deepinfer.server.prompts import PreparedPrompt, prepare
+from deepinfer.server.prompts import PreparedPrompt, prepare, with_thinking_budget
 from deepinfer.server.recipe_reader import Events, RecipeReader
 from deepinfer.server.response_store import StoredResponse
 from deepinfer.server.sequences import RunningSequence
@@ -86,8 +86,10 @@ async def create_response(request: Request) -> Response:
     asked = asked_structure(body, raw, "text.format")
     conversation = prepared.with_output(stop, body.include_stop_str_in_output, holds_answer(asked))
     parallel = body.parallel_tool_calls is not False
+    params = with_thinking_budget(state, params, body.thinking_token_budget, conversation)
+    ends_thinking = params.thinking_token_budget is not None
     structure = await beside_loop(
-        request, conversation_structure, state, prepared.conversation, asked, "text.format", parallel
+        request, conversation_structure, state, prepared.conversation, asked, "text.format", parallel, ends_thinking
     )
     params = await with_structure(request, params, structure)
     stream = ResponsesStream(

@@ -150,10 +150,16 @@ def holds_answer(asked: Structure | None) -> bool:
 
 
 def conversation_structure(
-    state: ServerState, request: ConversationRequest, asked: Structure | None, field: str, parallel_calls: bool = True
+    state: ServerState,
+    request: ConversationRequest,
+    asked: Structure | None,
+    field: str,
+    parallel_calls: bool = True,
+    ends_thinking: bool = False,
 ) -> Structure | None:
     """The structure of a whole chat output: reasoning, answer, tool calls.  `field` is that of the response format.
 
+    With `ends_thinking` the engine ends the reasoning wherever its budget does, so the grammar begins behind it.
     ApiError 400 naming the field of what cannot be enforced.
     """
     control_ids = state.text.tokenizer.control_ids
@@ -175,8 +181,9 @@ def conversation_structure(
             check_schema(schema)
         except ValueError as error:
             raise structure_error(error, path) from None
+    begins_behind = ends_thinking and request.parsing.begins_with_reasoning
     try:
-        whole = output_format(request, answer, control_ids, parallel_calls)
+        whole = output_format(_answering(request) if begins_behind else request, answer, control_ids, parallel_calls)
     except ValueError as error:
         raise from_value_error(error, "tools") from None
     if whole is None:
@@ -184,11 +191,23 @@ def conversation_structure(
     if answer is None:
         field = "tools"
     if whole["type"] == "json_schema":
-        return _structure("json", whole["json_schema"], field)
-    if answer is not None and answer["type"] == "json_schema":
-        schemas.append((field, answer["json_schema"]))
-    asked = _structure("structural_tag", {"type": "structural_tag", "format": whole}, field)
-    return replace(asked, schemas=tuple(schemas))
+        found = _structure("json", whole["json_schema"], field)
+    else:
+        if answer is not None and answer["type"] == "json_schema":
+            schemas.append((field, answer["json_schema"]))
+        found = _structure("structural_tag", {"type": "structural_tag", "format": whole}, field)
+        found = replace(found, schemas=tuple(schemas))
+    return _behind(found, control_ids["think_end"]) if begins_behind else found
+
+
+def _answering(request: ConversationRequest) -> ConversationRequest:
+    """The request as if its reasoning were over."""
+    return replace(request, parsing=replace(request.parsing, thinking_initial_stage=None))
+
+
+def _behind(structure: Structure, token_id: int) -> Structure:
+    """The structure of what comes after this token."""
+    return replace(structure, constraint=replace(structure.constraint, trigger_token_ids=(token_id,)))
 
 
 def _as_format(asked: Structure) -> Format:
@@ -209,10 +228,9 @@ def _whole_grammar(request: ConversationRequest, asked: Structure, think_end: in
     """A constraint that cannot be a part of another one."""
     if request.conversation.tools_in_force:
         raise ApiError(f"{asked.field} cannot be combined with tools", param=asked.field)
-    thinks = request.parsing.thinking_initial_stage in ("ReasoningStart", "ReasoningContinuation")
-    if not thinks or asked.constraint.trigger_token_ids:
+    if not request.parsing.begins_with_reasoning or asked.constraint.trigger_token_ids:
         return asked
-    return replace(asked, constraint=replace(asked.constraint, trigger_token_ids=(think_end,)))
+    return _behind(asked, think_end)
 
 
 async def with_structure(request: Request, params: SamplingParams, structure: Structure | None) -> SamplingParams:

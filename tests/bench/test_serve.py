@@ -12,6 +12,7 @@ import pytest
 
 from deepinfer.bench.results import load as load_records
 from deepinfer.bench.serve_client import Load, Sample, Target, carries_output, connect, run_load
+from deepinfer.bench.serve_files import SONNET_QUESTION
 from deepinfer.bench.serve_report import summarize, warnings
 from deepinfer.bench.serve_workload import arrival_times
 from deepinfer.cli import main
@@ -215,10 +216,16 @@ def test_chat_and_every_dataset(command: Command, tmp_path: Path) -> None:
     sharegpt.write_text(json.dumps([{"conversations": turns}]))
     lines = [{"timestamp": 300 * number, "prompt": f"trace {number}", "output_length": 2} for number in range(3)]
     trace.write_text("\n".join(map(json.dumps, lines)))
+    questions, poem = tmp_path / "questions.jsonl", tmp_path / "poem.txt"
+    questions.write_text(json.dumps({"category": "math", "turns": ["1 + 1?", "why?"]}))
+    poem.write_text("so is it not with me as with that muse\n")
+    sonnet = ("--num-prompts", "1", "--sonnet-prefix-len", "14", "--sonnet-input-len", "24")
     with running(SseServer()) as server:
         common = ("--base-url", server.url, "--backend", "openai-chat", "--num-warmups", "0", "--output-json", str(out))
         for options, expected in (
             (("--dataset-name", "sharegpt", "--dataset-path", str(sharegpt)), ["what is it?"]),
+            (("--dataset-name", "spec_bench", "--dataset-path", str(questions)), ["1 + 1?"]),
+            (("--dataset-name", "sonnet", "--dataset-path", str(poem), *sonnet), [SONNET_QUESTION + poem.read_text()]),
             (("--dataset-name", "timed_trace", "--dataset-path", str(trace)), ["trace 0", "trace 1", "trace 2"]),
         ):
             server.seen.clear()

@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepinfer.bench.serve_files import burstgpt_requests, custom_requests
+from deepinfer.bench.serve_files import (
+    SONNET_QUESTION,
+    burstgpt_requests,
+    custom_requests,
+    sonnet_requests,
+    spec_bench_requests,
+)
 from deepinfer.bench.serve_workload import (
     Request,
     arrival_times,
@@ -197,6 +203,47 @@ def test_custom_file(tmp_path: Path) -> None:
         path.write_text('{"prompt": "a"}\n' + bad)
         with pytest.raises(ValueError, match=r"custom\.jsonl, line 2"):
             custom_requests(path, None, None)
+
+
+def test_spec_bench_file(tmp_path: Path) -> None:
+    path = tmp_path / "question.jsonl"
+    lines = [{"category": "math" if n % 2 else "qa", "turns": [f"question {n}", "and then?"]} for n in range(8)]
+    write_trace(path, *lines)
+    everything = spec_bench_requests(path, None, 30, None, draw())
+    assert sorted(str(one.prompt) for one in everything) == [f"question {n}" for n in range(8)]
+    assert {one.output_len for one in everything} == {30}
+    assert everything != spec_bench_requests(path, None, 30, None, draw(1))
+    some = spec_bench_requests(path, 6, 30, "math", draw())
+    assert len(some) == 6 and {str(one.prompt) for one in some} == {f"question {n}" for n in (1, 3, 5, 7)}
+    with pytest.raises(ValueError, match="--spec-bench-category must be one of math, qa, got 'x'"):
+        spec_bench_requests(path, None, 30, "x", draw())
+    write_trace(path, {"turns": ["a"]}, {"turns": []})
+    with pytest.raises(ValueError, match=r"question\.jsonl, line 2: needs turns"):
+        spec_bench_requests(path, None, 30, None, draw())
+
+
+def test_sonnet_file(tmp_path: Path) -> None:
+    path = tmp_path / "sonnet.txt"
+    tokenizer = load_tokenizer("nano")
+    poem = [f"line {number} " + "of the poem " * (1 + number % 5) + "\n" for number in range(60)]
+    path.write_text("\n".join(poem))  # with empty lines between them
+    requests = sonnet_requests(path, 12, 80, 200, 9, tokenizer, draw())
+    prompts = [str(one.prompt) for one in requests]
+    assert len(set(prompts)) == 12 and {one.output_len for one in requests} == {9}
+    for prompt in prompts:
+        lines = prompt.removeprefix(SONNET_QUESTION).splitlines(keepends=True)
+        assert prompt.startswith(SONNET_QUESTION) and set(lines) <= set(poem)
+        assert 150 < len(tokenizer.encode(prompt, add_special_tokens=False).ids) <= 200
+    shared = os.path.commonprefix(prompts).removeprefix(SONNET_QUESTION)
+    assert shared.startswith("".join(poem[:3])) and shared in "".join(poem)
+    assert len(tokenizer.encode(SONNET_QUESTION + shared, add_special_tokens=False).ids) <= 80 + 15
+    assert requests == sonnet_requests(path, 12, 80, 200, 9, tokenizer, draw())
+    for prefix_len, input_len in ((200, 100), (5, 100), (95, 100)):
+        with pytest.raises(ValueError, match="--sonnet-prefix-len"):
+            sonnet_requests(path, 1, prefix_len, input_len, 9, tokenizer, draw())
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds no lines"):
+        sonnet_requests(path, 1, 80, 200, 9, tokenizer, draw())
 
 
 def test_burstgpt_file(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ REFUSED: dict[str, Any] = {
     "custom_logit_processor": "x", "logits_processors": ["a"], "no_stop_trim": True, "data_parallel_rank": 1,
 }  # fmt: skip
 REFUSED_IN_CHAT = REFUSED | {
-    "truncate_prompt_tokens": 3, "documents": [{"text": "a"}], "chat_template": "x", "skip_special_tokens": False,
-    "thinking_token_budget": 4, "add_special_tokens": True, "separate_reasoning": False,
+    "truncate_prompt_tokens": 3, "documents": [{"text": "a"}], "chat_template": "x", "thinking_token_budget": -1,
+    "add_special_tokens": True, "separate_reasoning": False,
     "stream_reasoning": False, "mm_processor_kwargs": {"a": 1}, "response_format": {"type": "json_object"},
     "add_generation_prompt": False, "chat_template_kwargs": {"other": 1},
 }  # fmt: skip
@@ -34,7 +34,7 @@ REFUSED_IN_CHAT = REFUSED | {
 FOREIGN: dict[str, Any] = {
     "truncate_prompt_tokens": 3, "return_prompt_text": True, "include_reasoning": False, "separate_reasoning": False,
     "return_token_ids": True, "return_tokens_as_token_ids": True, "response_format": {"type": "json_object"},
-    "max_completion_tokens": 5, "thinking_token_budget": 5, "chat_template": "x", "documents": [{"text": "a"}],
+    "max_completion_tokens": 5, "skip_special_tokens": False, "chat_template": "x", "documents": [{"text": "a"}],
     "chat_template_kwargs": {"thinking": True}, "echo": True, "continue_final_message": True,
     "add_generation_prompt": False, "prompt_logprobs": 1, "logprob_token_ids": [4],
     "repetition_detection": {"max_pattern_size": 2, "min_count": 3},
@@ -73,7 +73,7 @@ def test_fields_that_other_protocols_lack(server: Server, path: str, name: str) 
         ),
     ],
 )
-def test_special_tokens_in_the_text_of_a_completion(
+def test_special_tokens_in_the_text_of_an_answer(
     server: Server, checkpoint: Path, fields: dict[str, bool], shown: tuple[str, ...]
 ) -> None:
     tokenizer = load_tokenizer(checkpoint)
@@ -82,6 +82,9 @@ def test_special_tokens_in_the_text_of_a_completion(
     body = TEXT | {"golden_token_ids": golden, "max_tokens": len(golden)} | fields
     text = "ab" + "".join(tokenizer.decode([tokenizer.control_id(role)]) for role in shown)
     assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+    chat = CHAT | {"golden_token_ids": golden, "max_tokens": len(golden)} | fields
+    answer = server.http.post("/v1/chat/completions", json=chat).json()
+    assert answer["choices"][0]["message"]["content"] == text
     begin = tokenizer.control_id("bos")
     params = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True, "logit_bias": {str(begin): 100.0}} | fields
     params.pop("include_stop_str_in_output", None)
