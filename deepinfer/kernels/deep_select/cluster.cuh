@@ -175,6 +175,12 @@ DEVICE void widen_e4m3(u32 codes, float* value) {
 DEVICE uint4 load_vector(const u16* at) { return *reinterpret_cast<const uint4*>(at); }
 DEVICE void store_vector(u16* at, uint4 v) { *reinterpret_cast<uint4*>(at) = v; }
 
+// 16 bytes on their way to shared memory, and the end of that for this thread's.
+DEVICE void copy_vector(uint4* to, const u16* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
+}
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // c [16, 8] += a [16, 16] b [16, 8] by a warp: rows lane / 4 and + 8; of a and b columns 2 (lane % 4), + 1, and + 8, + 9.
 DEVICE void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

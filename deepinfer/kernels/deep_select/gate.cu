@@ -114,7 +114,7 @@ DEVICE void write(const GateParams& p, int row, const Choice& own, bool listed) 
     }
 }
 
-KERNEL(THREADS, 5) gate(const GateParams p) {
+KERNEL(THREADS, BLOCKS) gate(const GateParams p) {
     SHARED_MEMORY(memory);
     int lane = threadIdx.x % LANES, half = threadIdx.x % 32 / LANES, warp = threadIdx.x / 32;
     u32* list = reinterpret_cast<u32*>(memory) + 2 * LANES * (2 * warp + half);  // experts that reach the bound,
@@ -122,11 +122,12 @@ KERNEL(THREADS, 5) gate(const GateParams p) {
     float x[OWN], near[OWN];
     int pair = blockIdx.x * WARPS + warp, pairs = (p.rows + 1) / 2, stride = p.blocks * WARPS;
     follow_launch_before();
-    if (pair < pairs) load_own(p.logits + static_cast<long long>(min(2 * pair + half, p.rows - 1)) * EXPERTS, 0, x);
+    if (AHEAD && pair < pairs) load_own(p.logits + static_cast<long long>(min(2 * pair + half, p.rows - 1)) * EXPERTS, 0, x);
     for (; pair < pairs; pair += stride) {
         long long row = min(2 * pair + half, p.rows - 1);  // the last of an odd number by both halves
         const float* logits = p.logits + row * EXPERTS;
         const float* bias = p.bias + row * p.bias_stride;
+        if (!AHEAD) load_own(logits, 0, x);
         load_own(bias, __uint_as_float(0xFF800000u), near);
         float largest = __uint_as_float(0xFF800000u);
 #pragma unroll
@@ -134,7 +135,7 @@ KERNEL(THREADS, 5) gate(const GateParams p) {
             near[i] += near_score(x[i]);
             largest = larger_or_nan(largest, near[i]);
         }
-        if (pair + stride < pairs) {  // the next rows are on their way meanwhile
+        if (AHEAD && pair + stride < pairs) {  // the next rows are on their way meanwhile
             load_own(p.logits + static_cast<long long>(min(2 * (pair + stride) + half, p.rows - 1)) * EXPERTS, 0, x);
         }
         u32 bits = __float_as_uint(largest);

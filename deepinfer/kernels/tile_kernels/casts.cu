@@ -1,11 +1,12 @@
 // Casts of BF16 rows to E4M3, every value read once.
 //
 // cast_lines: a scale for GROUP adjacent values of a row; LANES threads keep them in registers.
-// cast_tiles: a scale for a block of COLUMNS columns, or for each of them (CHANNELS). A block of threads keeps ROWS rows of
-// COLUMNS columns in registers; the blocks of a cluster, whose rows have scales together, send each other their maxima.
+// cast_tiles: a scale for ROWS rows of COLUMNS columns, which a block of threads keeps in registers.
+// cast_channels: a scale for each column of the rows of a cluster's blocks, which send each other their maxima. A thread
+// keeps HELD of its vectors in shared memory, the others in registers: all rows are on the card at a time then.
 //
-// Macros: UE8M0, CLUSTER, THREADS, BLOCKS (on a multiprocessor); GROUP, LANES, WIDTH (of a row); or CHANNELS, ROWS,
-// COLUMNS.
+// Macros: UE8M0, CLUSTER, THREADS, BLOCKS (on a multiprocessor); GROUP, LANES, WIDTH (of a row); or ROWS (of a block),
+// COLUMNS, CHANNELS, HELD.
 #include "casts.cuh"
 
 struct CastParams {
@@ -80,10 +81,35 @@ KERNEL(THREADS, BLOCKS) cast_lines(const CastParams p) {
 #define WARPS (THREADS / 32)
 #define PAIRS (COLUMNS / 2)
 
-KERNEL(THREADS, BLOCKS) CLUSTER_DIMS cast_tiles(const CastParams p) {
+#if CHANNELS
+DEVICE void widen_sizes(uint4 words, u32 (&largest)[4]) {
+    largest[0] = __vmaxu2(largest[0], sizes(words.x)), largest[1] = __vmaxu2(largest[1], sizes(words.y));
+    largest[2] = __vmaxu2(largest[2], sizes(words.z)), largest[3] = __vmaxu2(largest[3], sizes(words.w));
+}
+
+// What 8 columns are cast with.
+struct Columns {
+    float scale[8], inverse[8];
+    u32 keep[4];
+
+    DEVICE u32 codes(u32 pair, int i) const {
+        u32 kept = pair & keep[i];
+        return pack_e4m3(quotient(low_of(kept), scale[2 * i], inverse[2 * i]),
+                         quotient(high_of(kept), scale[2 * i + 1], inverse[2 * i + 1]));
+    }
+    DEVICE uint2 codes(uint4 words) const {
+        uint2 result = {codes(words.x, 0) | codes(words.y, 1) << 16, codes(words.z, 2) | codes(words.w, 3) << 16};
+        return result;
+    }
+};
+
+#define IN_REGISTERS (VECTORS - HELD)
+
+KERNEL(THREADS, BLOCKS) CLUSTER_DIMS cast_channels(const CastParams p) {
     SHARED_MEMORY(memory);
-    u32* of_warps = reinterpret_cast<u32*>(memory);  // [WARPS, PAIRS], or [WARPS] of a block
-    u32* of_blocks = of_warps + WARPS * PAIRS;       // [CLUSTER, PAIRS]
+    uint4* held = reinterpret_cast<uint4*>(memory);                     // [HELD, THREADS]
+    u32* of_warps = reinterpret_cast<u32*>(held + HELD * THREADS);      // [WARPS, PAIRS]
+    u32* of_blocks = of_warps + WARPS * PAIRS;                          // [CLUSTER, PAIRS]
     float* scales = reinterpret_cast<float*>(of_blocks + CLUSTER * PAIRS);  // [COLUMNS]
     float* inverses = scales + COLUMNS;
     u32* keeps = reinterpret_cast<u32*>(inverses + COLUMNS);
@@ -95,21 +121,25 @@ KERNEL(THREADS, BLOCKS) CLUSTER_DIMS cast_tiles(const CastParams p) {
     const u16* source = p.x + first * p.stride + strip * COLUMNS + column;
     cluster_arrive();
     follow_launch_before();
-    uint4 words[VECTORS];
+    uint4 words[IN_REGISTERS], none = {0, 0, 0, 0};
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        uint4 none = {0, 0, 0, 0};
         bool inside = first + v * AT_ONCE < end;
-        words[v] = inside ? *reinterpret_cast<const uint4*>(source + v * AT_ONCE * p.stride) : none;
+        const u16* at = source + v * AT_ONCE * p.stride;
+        if (v < IN_REGISTERS) {
+            words[v] = inside ? load_vector(at) : none;
+        } else if (inside) {
+            copy_vector(held + (v - IN_REGISTERS) * THREADS + thread, at);
+        } else {
+            held[(v - IN_REGISTERS) * THREADS + thread] = none;
+        }
     }
-    u8* target = p.codes + static_cast<long long>(first) * p.width + strip * COLUMNS + column;
-#if CHANNELS
     u32 largest[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        largest[0] = __vmaxu2(largest[0], sizes(words[v].x)), largest[1] = __vmaxu2(largest[1], sizes(words[v].y));
-        largest[2] = __vmaxu2(largest[2], sizes(words[v].z)), largest[3] = __vmaxu2(largest[3], sizes(words[v].w));
-    }
+    for (int v = 0; v < IN_REGISTERS; v++) widen_sizes(words[v], largest);
+    wait_for_copies();
+#pragma unroll
+    for (int v = 0; v < HELD; v++) widen_sizes(held[v * THREADS + thread], largest);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
 #pragma unroll
@@ -139,24 +169,33 @@ KERNEL(THREADS, BLOCKS) CLUSTER_DIMS cast_tiles(const CastParams p) {
         if (rank == 0) store_scale(p.scales, static_cast<long long>(group) * p.width + strip * COLUMNS + thread, s.stored);
     }
     __syncthreads();
+    Columns columns;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {  // codes of two columns take the place of their values
-        float scale[2] = {scales[column + 2 * i], scales[column + 2 * i + 1]};
-        float inverse[2] = {inverses[column + 2 * i], inverses[column + 2 * i + 1]};
-        u32 keep = keeps[column / 2 + i];
+    for (int i = 0; i < 8; i++) columns.scale[i] = scales[column + i], columns.inverse[i] = inverses[column + i];
 #pragma unroll
-        for (int v = 0; v < VECTORS; v++) {
-            u32& word = i == 0 ? words[v].x : i == 1 ? words[v].y : i == 2 ? words[v].z : words[v].w;
-            u32 kept = word & keep;
-            word = pack_e4m3(quotient(low_of(kept), scale[0], inverse[0]), quotient(high_of(kept), scale[1], inverse[1]));
-        }
-    }
+    for (int i = 0; i < 4; i++) columns.keep[i] = keeps[column / 2 + i];
+    u8* target = p.codes + static_cast<long long>(first) * p.width + strip * COLUMNS + column;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        uint2 codes = {words[v].x | words[v].y << 16, words[v].z | words[v].w << 16};
-        if (first + v * AT_ONCE < end) *reinterpret_cast<uint2*>(target + static_cast<long long>(v * AT_ONCE) * p.width) = codes;
+        uint4 word = v < IN_REGISTERS ? words[v] : held[(v - IN_REGISTERS) * THREADS + thread];
+        uint2* at = reinterpret_cast<uint2*>(target + static_cast<long long>(v * AT_ONCE) * p.width);
+        if (first + v * AT_ONCE < end) *at = columns.codes(word);
     }
+}
+
 #else
+KERNEL(THREADS, BLOCKS) cast_tiles(const CastParams p) {
+    SHARED_MEMORY(memory);
+    u32* of_warps = reinterpret_cast<u32*>(memory);
+    int thread = threadIdx.x;
+    int strips = p.width / COLUMNS, strip = blockIdx.y % strips, group = blockIdx.y / strips;
+    int first = group * p.height + thread / ACROSS, end = min(group * p.height + p.height, p.rows);
+    int column = strip * COLUMNS + thread % ACROSS * 8;
+    const u16* source = p.x + first * p.stride + column;
+    follow_launch_before();
+    uint4 words[VECTORS], none = {0, 0, 0, 0};
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) words[v] = first + v * AT_ONCE < end ? load_vector(source + v * AT_ONCE * p.stride) : none;
     u32 largest = 0;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) largest = __vmaxu2(largest, largest_of(words[v]));
@@ -167,11 +206,12 @@ KERNEL(THREADS, BLOCKS) CLUSTER_DIMS cast_tiles(const CastParams p) {
     for (int i = 0; i < WARPS; i++) largest = max(largest, of_warps[i]);
     Scale s = scale_of(largest);
     if (thread == 0) store_scale(p.scales, static_cast<long long>(group) * strips + strip, s.stored);
+    u8* target = p.codes + static_cast<long long>(first) * p.width + column;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         uint2* at = reinterpret_cast<uint2*>(target + static_cast<long long>(v * AT_ONCE) * p.width);
         if (first + v * AT_ONCE < end) *at = codes_of_vector(words[v], s);
     }
-#endif
 }
+#endif
 #endif

@@ -18,10 +18,9 @@ logger = logging.getLogger(__name__)
 
 VECTOR = 8  # values of a load
 THREADS, SWIGLU_THREADS = 256, 128  # of a block
-STRIP, WIDE_STRIP = 32, 128  # columns of a block or cluster with a scale for each; of few rows
+STRIPS = 128, 64, 32  # columns of a block or cluster with a scale for each; the widest of few rows
 CLUSTER, STRIP_ROWS = 8, 512  # blocks of a cluster, and most rows of one
 GROUP = 32  # values with a scale behind another operation
-SHARED_BYTES = 4096  # at least what any kernel here lays out
 LARGEST_GRID = 65535
 MOST_VECTORS = 1 << 31
 
@@ -62,19 +61,20 @@ def strip_of(height: int, columns: int, width: int) -> int:
     """Columns that a block or a cluster takes."""
     if columns > 1:
         return columns
-    return WIDE_STRIP if height <= 128 and width % WIDE_STRIP == 0 else STRIP
+    return next((strip for strip in STRIPS[height > 128 :] if width % strip == 0), STRIPS[-1])
 
 
 def tiles_build(strip: int, height: int, columns: int, ue8m0: bool) -> Build:
     """A scale for `height` rows and `columns` columns; columns 1: rows of one block or of a cluster's."""
+    common = {"UE8M0": int(ue8m0), "THREADS": THREADS, "COLUMNS": strip}
     if columns > 1:
-        shape = {"CHANNELS": 0, "COLUMNS": columns, "ROWS": height, "BLOCKS": 4}
-    else:
-        cluster = 1 if height <= STRIP_ROWS else CLUSTER
-        at_once = THREADS * VECTOR // strip
-        rows = -(-height // (cluster * at_once)) * at_once
-        shape = {"CHANNELS": 1, "COLUMNS": strip, "ROWS": rows, "CLUSTER": cluster, "BLOCKS": 4}
-    return _build("cast_tiles", "casts.cu", UE8M0=int(ue8m0), THREADS=THREADS, **shape)
+        return _build("cast_tiles", "casts.cu", CHANNELS=0, ROWS=height, BLOCKS=4, **common)
+    cluster = 1 if height <= STRIP_ROWS else CLUSTER
+    at_once = THREADS * VECTOR // strip
+    vectors = -(-height // (cluster * at_once))
+    held, blocks = (vectors - 6, 5) if vectors > 8 else (0, 4)
+    shape = {"ROWS": vectors * at_once, "HELD": held, "CLUSTER": cluster, "BLOCKS": blocks}
+    return _build("cast_channels", "casts.cu", CHANNELS=1, **shape, **common)
 
 
 def norm_build(width: int) -> Build:
@@ -90,17 +90,22 @@ def rope_build(heads: int, dim: int, pairs: int) -> Build:
     return _build("rope_cast", "fused_casts.cu", THREADS=THREADS, BLOCKS=5, **shape)
 
 
+def shared_bytes(build: Build) -> int:
+    """What a block of threads is given: vectors that it keeps, and at least what is beside them."""
+    return 4096 + 16 * int(build.defines.get("HELD", 0)) * int(build.defines["THREADS"])
+
+
 def builds() -> list[Build]:
     """What V4.1-Flash would launch: for `deepinfer kernels warmup`."""
     return [
-        lines_build(5120, 5120, False), tiles_build(128, 128, 128, False), tiles_build(STRIP, 4096, 1, False),
+        lines_build(5120, 5120, False), tiles_build(128, 128, 128, False), tiles_build(64, 4096, 1, False),
         norm_build(5120), swiglu_build(2304), rope_build(64, 512, 32),
     ]  # fmt: skip
 
 
 @cache
 def _kernel(build: Callable[..., Build], device: int, *arguments: int) -> Kernel | None:
-    kernel = Kernel(build(*arguments), SHARED_BYTES)
+    kernel = Kernel(build(*arguments), shared_bytes(build(*arguments)))
     try:
         kernel.load()
     except CompileError as error:
