@@ -14,7 +14,6 @@
 #define __cluster_dims__(...)
 #define DESCRIPTOR_UPPER 0ull
 
-struct float2 { float x, y; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
