@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,7 +21,7 @@ from deepinfer.server.running import Ticket
 from deepinfer.server.sequences import RunningSequence
 from deepinfer.server.sizes import check_sizes
 from deepinfer.server.state import ServerState, check_room, open_ticket, server_state, start_sequences
-from deepinfer.server.streams import Answer, EventStream, collect, whole_answer
+from deepinfer.server.streams import Answer, EventStream, collect, encode_json, whole_answer
 from deepinfer.server.structure import completion_structure, with_structure
 from deepinfer.server.text_engine import Delta, TextReader
 
@@ -162,6 +163,7 @@ class NativeAnswer(Answer):
     def __init__(self, state: ServerState, body: GenerateRequest, choices: list[Choice], name: str):
         self.state, self.request, self.choices, self.name = state, body, choices, name
         self.began = time.monotonic()
+        self._inputs: dict[int, dict[str, msgspec.Raw]] = {}  # by choice
 
     @property
     def is_list(self) -> bool:
@@ -198,13 +200,19 @@ class NativeAnswer(Answer):
             if self.request.top_logprobs_num:
                 meta["output_top_logprobs"] = [self._top(item) for item in choice.logprobs]
         if self.request.has_prompt_logprobs and choice.prompt_logprobs is not None:
-            start = self.request.logprob_start_len or 0
-            found = list(zip(choice.prompt, choice.prompt_logprobs, strict=True))[start:]
-            values = [(token_id, None if item is None else item.logprob) for token_id, item in found]
-            meta["input_token_logprobs"] = [self._logprob(value, token_id) for token_id, value in values]
-            if self.request.top_logprobs_num:
-                meta["input_top_logprobs"] = [None if item is None else self._top(item) for _, item in found]
+            if choice.index not in self._inputs:  # every event has them: they are made once
+                self._inputs[choice.index] = self._input(choice.prompt, choice.prompt_logprobs)
+            meta |= self._inputs[choice.index]
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+
+    def _input(self, prompt: list[int], logprobs: list[TokenLogprob | None]) -> dict[str, msgspec.Raw]:
+        """What is said of the prompt's tokens, as JSON."""
+        found = list(zip(prompt, logprobs, strict=True))[self.request.logprob_start_len or 0 :]
+        values = [(token_id, None if item is None else item.logprob) for token_id, item in found]
+        said: dict[str, Any] = {"input_token_logprobs": [self._logprob(value, token_id) for token_id, value in values]}
+        if self.request.top_logprobs_num:
+            said["input_top_logprobs"] = [None if item is None else self._top(item) for _, item in found]
+        return {name: msgspec.Raw(encode_json(value)) for name, value in said.items()}
 
     def _top(self, item: TokenLogprob) -> list[list[Any]]:
         return [self._logprob(value, token_id) for token_id, value in item.top]

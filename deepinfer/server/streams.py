@@ -68,12 +68,16 @@ class Sink(Protocol):
         """Send what there is, and wait until the client takes more."""
         ...
 
+    async def take_aside(self, number: int, delta: Delta[Any]) -> None:
+        """Take in news that make a long event, which is made in a worker thread."""
+        ...
+
 
 class Generation:
     """The sequences of one request while they run: `take(number, delta)` is called with their news, in order.
 
-    News that come while the sink is full wait, merged to one of each sequence; so do those of fewer than `interval`
-    tokens, but for the first. `run` once.
+    News that come while the sink is full, or makes a long event, wait, merged to one of each sequence; so do those of
+    fewer than `interval` tokens, but for the first. `run` once.
     """
 
     def __init__(
@@ -121,7 +125,10 @@ class Generation:
         if letters and self._sink is not None:
             await self._sink.drain()
         for number, news in letters:
-            self._read(number, news)
+            if self._sink is not None and _is_long(news):
+                await self._read_aside(self._sink, number, news)
+            else:
+                self._read(number, news)
         self._is_catching_up = self._waiting.has_news  # those that came during the drain are next
 
     def _deliver(self, number: int, news: News) -> None:
@@ -130,8 +137,8 @@ class Generation:
             if due is None:
                 return
             news = due
-        is_full = self._sink is not None and self._sink.is_full
-        if self._is_catching_up or is_full:
+        must_wait = self._sink is not None and (self._sink.is_full or _is_long(news))
+        if self._is_catching_up or must_wait:
             self._is_catching_up = True
             self._waiting.put(number, news)
         else:
@@ -161,10 +168,25 @@ class Generation:
         except Exception as error:
             self._end(error)
         else:
-            if delta.finish_reason is not None:
-                self._num_running -= 1
-                if not self._num_running:
-                    self._waiting.wake()
+            self._count_down(delta)
+
+    async def _read_aside(self, sink: Sink, number: int, news: News) -> None:
+        sequence = self._sequences[number]
+        if sequence.ended:
+            return
+        try:
+            delta = sequence.read(news)
+            await sink.take_aside(number, delta)
+        except Exception as error:
+            self._end(error)
+        else:
+            self._count_down(delta)
+
+    def _count_down(self, delta: Delta[Any]) -> None:
+        if delta.finish_reason is not None:
+            self._num_running -= 1
+            if not self._num_running:
+                self._waiting.wake()
 
     async def _watch(self, request: Request) -> None:
         """End it all when the client goes away."""
@@ -239,15 +261,24 @@ class EventStream(StreamingResponse):
         if self._flow is not None:
             await self._flow.drain()
 
+    async def take_aside(self, number: int, delta: Delta[Any]) -> None:
+        def lines() -> list[bytes]:
+            return [line_of(event, self.named) for event in self.answer.add(number, delta)]
+
+        self._add_lines(await beside_loop(self.request, lines, heavy=True))
+
     def _take(self, number: int, delta: Delta[Any]) -> None:
         self._add(self.answer.add(number, delta))
 
     def _add(self, events: Events) -> None:
+        self._add_lines([line_of(event, self.named) for event in events])
+
+    def _add_lines(self, lines: list[bytes]) -> None:
         """To be written after all news of this step have been read."""
-        if events:
+        if lines:
             if not self._lines:
                 asyncio.get_running_loop().call_soon(self._write)
-            self._lines += [line_of(event, self.named) for event in events]
+            self._lines += lines
 
     def _write(self) -> None:
         """Unless the connection is full: then the rest is up to `drain`, which more news will call."""
@@ -269,6 +300,11 @@ def line_of(event: Event | bytes, named: bool = False) -> bytes:
     if named:
         return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), encode_json(event))
     return b"data: %s\n\n" % encode_json(event)
+
+
+def _is_long(news: News) -> bool:
+    """Whether what is said of them may be megabytes: an entry a token of a prompt."""
+    return isinstance(news, RequestOutput) and news.prompt_logprobs is not None
 
 
 def _body(lines: list[bytes], more: bool = True) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 // How the attention kernel hands shared memory from one group of threads to another, and nothing else: for racecheck, which
 // reports some of it as races (test_sanitizers.py).
-#include "../../deepinfer/kernels/deep_jit/hopper.cuh"
+#include "../../deepinfer/kernels/deep_gemm/tma.cuh"
 
 // Two groups that take turns: store, arrive; wait, load. NAMED 0: at mbarriers, an arrival a thread, as the kernel does it;
 // 1: at named barriers, as in the PTX manual's example of barrier.arrive.
@@ -39,31 +39,37 @@ extern "C" __global__ void take_turns(float2* out, int rounds) {
     out[threadIdx.x] = mine;
 }
 
-// Each thread's copy is waited for, then the cluster meets, then a peer stores to the same place. COPIES 0: ordinary stores;
-// 1: asynchronous copies and cp.async.wait_all, as the kernel does it over BF16 rows; 2: copies that arrive at an mbarrier.
+// The block waits for what comes into its memory, then the cluster meets, then a peer stores to the same place. COPIES 0: it
+// comes by ordinary stores; 1: by the copy engine, as attention's query does; 2: by copies of each thread, as its BF16 keys do.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) copies_then_peers(const uint4* source, uint4* out, int rounds) {
-    __shared__ uint4 place[128];
+    __shared__ __align__(128) uint4 place[128];
     __shared__ u64 memory;
-    const u32 barrier = shared_address(&memory);
-    if (threadIdx.x == 0) barrier_init(barrier, 128), barrier_fence_init();
-    __syncthreads();
-    u32 rank = blockIdx.x % 2, here = shared_address(place + threadIdx.x), there;
+    const u32 barrier = shared_address(&memory), here = shared_address(place + threadIdx.x), rank = cluster_rank();
+    if (threadIdx.x == 0) barrier_init(barrier, COPIES == 1 ? 1 : 128), barrier_fence_init();
+    cluster_sync();
+    u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(1 - rank));
     uint4 sum = make_uint4(0, 0, 0, 0);
     for (int round = 0; round < rounds; round++) {
 #if COPIES == 2
         copy_16(here, source + threadIdx.x, true, keep_policy());
-        barrier_arrive_on_copies(barrier), barrier_wait(barrier, round & 1);
-#elif COPIES
-        copy_16(here, source + threadIdx.x, true, keep_policy());
-        wait_for_copies();
+        barrier_arrive_on_copies(barrier);
+#elif COPIES == 1
+        __syncthreads();  // all have read what is replaced
+        if (threadIdx.x == 0) {
+            fence_to_copies();
+            barrier_expect(barrier, sizeof place);
+            load_bytes(shared_address(place), source, sizeof place, barrier);
+        }
 #else
         place[threadIdx.x] = source[threadIdx.x];
+        barrier_arrive(barrier);
 #endif
+        barrier_wait(barrier, round & 1);
         sum.x += place[threadIdx.x].x;
-        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-        asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(sum.x), "r"(rank), "r"(3), "r"(4) : "memory");
-        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+        cluster_sync();
+        asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(there), "r"(sum.x), "r"(rank) : "memory");
+        cluster_sync();
         sum.y += place[threadIdx.x].y;
     }
     out[blockIdx.x * 128 + threadIdx.x] = sum;

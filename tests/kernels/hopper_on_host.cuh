@@ -14,7 +14,6 @@
 #define __cluster_dims__(...)
 #define DESCRIPTOR_UPPER 0ull
 
-struct float2 { float x, y; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
@@ -53,11 +52,15 @@ static void barrier_arrive(u32 at) {
 }
 static void barrier_arrive_at(u32 at, u32 rank) { barrier_arrive(remote(at, rank)); }
 static void barrier_expect(u32 at, u32 bytes) { phased.at(at).bytes += bytes, barrier_arrive(at); }
-// A bulk copy: `copy` brings `bytes` that are counted at the barrier.
-static void send(u32 at, u32 bytes, std::function<void()> copy) {
+// What the barrier counts once it is done, which is not before a thread waits there.
+static void later(u32 at, std::function<void(Phased&)> arrive) {
     Phased& barrier = phased.at(at);
     barrier.news.generation++;
-    barrier.copies.push_back([=, &barrier] { copy(), barrier.bytes -= bytes, end_phase(barrier); });
+    barrier.copies.push_back([=, &barrier] { arrive(barrier), end_phase(barrier); });
+}
+// A bulk copy of `bytes`.
+static void send(u32 at, u32 bytes, std::function<void()> copy) {
+    later(at, [=](Phased& barrier) { copy(), barrier.bytes -= bytes; });
 }
 static void barrier_wait(u32 at, u32 parity) {
     Phased& barrier = phased.at(at);
@@ -96,17 +99,20 @@ static void fence_to_copies() {}
 static u64 keep_policy() { return 0; }
 static u64 read_once_policy() { return 0; }
 static void prefetch_to_l2(const void*) {}
-static std::map<int, std::vector<std::pair<u8*, uint4>>> on_their_way;  // copies by fiber
+struct Copy { u32 target; const void* source; };
+static std::map<int, std::vector<Copy>> on_their_way;  // by fiber
 static void copy_16(u32 target, const void* source, bool valid, u64) {
-    uint4 four = {};
-    if (valid) memcpy(&four, source, 16);
-    on_their_way[current].push_back({place(target), four});
+    static const uint4 zeros = {};
+    on_their_way[current].push_back({target, valid ? source : &zeros});
 }
-static void wait_for_copies() {
-    for (auto& [target, four] : on_their_way[current]) memcpy(target, &four, 16);
+static void barrier_arrive_on_copies(u32 at) {
+    const auto copies = std::move(on_their_way[current]);
     on_their_way[current].clear();
+    later(at, [=](Phased& barrier) {
+        for (auto& copy : copies) memcpy(place(copy.target), copy.source, 16);
+        barrier.arrived++;
+    });
 }
-static void barrier_arrive_on_copies(u32 at) { wait_for_copies(), barrier_arrive(at); }
 
 template <class T>
 static T load(u32 at) { T value; memcpy(&value, place(at), sizeof value); return value; }

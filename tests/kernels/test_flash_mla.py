@@ -369,7 +369,7 @@ def test_matrix_products_overlap_with_the_rest(kind, tmp_path):
     ]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "Used 168 registers" in log
-    if variant.split == 1:  # in a cluster, a word or two where the shares are added, once a token
+    if variant.split == 1:  # in a cluster, a few words where the shares are added, once a token
         assert " 0 bytes spill stores, 0 bytes spill loads" in log
     assert "serialized" not in log
     assert "warning" not in log

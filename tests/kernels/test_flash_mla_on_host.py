@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.flash_mla.launch import Inputs, prepare
+from deepinfer.kernels.flash_mla.launch import Inputs, prepare, shared_bytes
 from deepinfer.kernels.flash_mla.variants import SOURCE, Variant
 from tests.kernels.on_host import compile_on_host, copy_sources, needs_compiler
 from tests.kernels.test_flash_mla import DIM, ROUNDING, Case, make_case, relative_error, rotate
@@ -18,6 +18,7 @@ from tests.kernels.test_flash_mla import DIM, ROUNDING, Case, make_case, relativ
 pytestmark = needs_compiler
 IMITATED = {"instructions.cuh": "attention_on_host.cuh"}
 ENTRY = """
+extern "C" int shared_bytes() { return SHARED_BYTES; }
 extern "C" bool on_host(const Params* p, int clusters, u32 seed) {
     std::mt19937 random(seed);
     forget_launch(&random);
@@ -37,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compile_for_host(folder: Path, variant: Variant) -> Any:
     if variant not in compiled:
-        compiled[variant] = compile_on_host(folder, variant.build(), ENTRY).on_host
+        library = compile_on_host(folder, variant.build(), ENTRY)
+        assert library.shared_bytes() == shared_bytes(variant.split) <= 227 * 1024
+        compiled[variant] = library.on_host
         compiled[variant].restype = ctypes.c_bool
     return compiled[variant]
 

@@ -16,10 +16,15 @@ import uvicorn
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from deepinfer.engine.mailbox import News
+from deepinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from deepinfer.server import body as body_module
 from deepinfer.server import connection as connection_module
+from deepinfer.server.connection import FLOW
 from deepinfer.server.errors import ApiError
-from deepinfer.server.streams import whole_answer
+from deepinfer.server.recipe_reader import Events
+from deepinfer.server.streams import Answer, EventStream, whole_answer
+from deepinfer.server.text_engine import Delta
 from deepinfer.server.workers import Workers
 from tests.server.process import KEY, MODEL, Server
 
@@ -180,6 +185,55 @@ def test_a_long_answer_is_made_beside_the_event_loop() -> None:
         return bytes((await whole_answer(request, lambda: {"went_on": went_on.wait(10)}, True)).body)
 
     assert json.loads(asyncio.run(answer())) == {"went_on": True}
+
+
+def test_a_long_event_is_made_beside_the_event_loop() -> None:
+    """The first of a stream with log-probabilities of a prompt; what follows it is sent behind it."""
+    app = SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(workers=Workers(), stream_interval=1)))
+    went_on = threading.Event()
+
+    class Sequence:
+        must_wait = ended = False
+
+        def start(self, deliver: Callable[[News], None]) -> None:
+            for token, prompt in ((7, [None]), (8, None), (9, None)):
+                reason = "length" if token == 9 else None
+                outputs = [CompletionOutput(0, [token], finish_reason=reason)]
+                news = RequestOutput("a", [5], outputs, token == 9, RequestMetrics(0.0), None, prompt)
+                asyncio.get_running_loop().call_later(0.01 * (token - 6), deliver, news)
+
+        def read(self, news: RequestOutput) -> Delta[str]:
+            found = news.outputs[0]
+            return Delta(found.token_ids, finish_reason=found.finish_reason, prompt_logprobs=news.prompt_logprobs)
+
+        def close(self) -> None:
+            pass
+
+    class Tokens(Answer):
+        def add(self, number: int, delta: Delta[str]) -> Events:
+            waits = delta.prompt_logprobs is not None
+            return [{"tokens": delta.token_ids, "went_on": went_on.wait(10) if waits else None}]
+
+    async def answer() -> list[Any]:
+        received: list[bytes] = []
+
+        async def receive() -> Message:
+            await asyncio.sleep(20)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            received.append(message.get("body", b""))
+
+        flow = SimpleNamespace(write_paused=False, drain=lambda: asyncio.sleep(0))
+        scope = {"type": "http", "app": app, FLOW: flow}
+        request = Request(scope, receive)
+        request.state.body_bytes = 0
+        asyncio.get_running_loop().call_later(0.1, went_on.set)
+        stream = EventStream(request, [Sequence()], Tokens())  # type: ignore[list-item]
+        await stream(scope, receive, send)
+        return [json.loads(line[6:]) for line in b"".join(received).splitlines() if line.startswith(b"data: {")]
+
+    assert asyncio.run(answer()) == [{"tokens": [7], "went_on": True}, {"tokens": [8, 9], "went_on": None}]
 
 
 def test_a_long_text_is_encoded_as_a_short_one_is(server: Server) -> None:

@@ -39,7 +39,6 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         "again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         " @done bra.uni over;\n bra.uni again;\nover:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Arrives once all cp.async that this thread has issued are in shared memory.
 DEVICE void barrier_arrive_on_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

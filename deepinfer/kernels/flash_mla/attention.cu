@@ -38,12 +38,18 @@ DEVICE void add_values(float (&o)[128], u32 (&probabilities)[16], u32 values) {
     wgmma_commit();
 }
 
+// Copied rows (cp.async) are written through the generic proxy, products read through the asynchronous one.
+DEVICE void wait_for_half(u32 ready, u32 parity) {
+    barrier_wait(ready, parity);
+    if (COPIES_ROWS) fence_to_copies();
+}
+
 // Scores of the group's own tile, left running: the half that arrives first comes first.
 template <int GROUP_ID>
 DEVICE void score_tile(float (&s)[32], u32 query, u32 keys, const Barriers& barriers, u32 parity) {
-    barrier_wait(barriers.ready(GROUP_ID, GROUP_ID), parity);
+    wait_for_half(barriers.ready(GROUP_ID, GROUP_ID), parity);
     score_half(s, query, keys, GROUP_ID, true);
-    barrier_wait(barriers.ready(GROUP_ID, 1 - GROUP_ID), parity);
+    wait_for_half(barriers.ready(GROUP_ID, 1 - GROUP_ID), parity);
     score_half(s, query, keys, 1 - GROUP_ID, false);
 }
 // Both groups come here for every token, and together change its query.
@@ -115,15 +121,15 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 follow_maximum(softmax, shared_maximum + 128, factor);
                 rescale<GROUP_ID>(o, factor);
                 get_words(other, words);
-                barrier_wait(barriers.ready(1, 0), parity);
+                wait_for_half(barriers.ready(1, 0), parity);
                 add_values(o, words, values_1);
                 parity ^= 1;
                 if (pair + 1 < pairs) {
-                    barrier_wait(barriers.ready(0, 0), parity);
+                    wait_for_half(barriers.ready(0, 0), parity);
                     score_half(s, query, my_keys, 0, true);
                     wgmma_wait<1>();
                     arrive_warp(barriers.free(1, 0), lane);
-                    barrier_wait(barriers.ready(0, 1), parity);
+                    wait_for_half(barriers.ready(0, 1), parity);
                     score_half(s, query, my_keys, 1, false);
                     wgmma_wait<0>();
                     fence_registers(s);
@@ -141,7 +147,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 follow_maximum(softmax, shared_maximum, factor);
                 rescale<GROUP_ID>(o, factor);
                 get_words(other, words);
-                barrier_wait(barriers.ready(0, 1), parity);
+                wait_for_half(barriers.ready(0, 1), parity);
                 add_values(o, words, values_0);
                 wgmma_wait<1>();
                 fence_registers(s);
@@ -165,7 +171,7 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
             }
         }
 
-        const bool more = item + step < items;
+        const bool more = SPLIT == 1 && item + step < items;  // a cluster has one item
         if (more) wait_for_query<GROUP_ID>(p, barriers, shared, item + step, query_parity);
         if (GROUP_ID == 0 && more) {  // the next token's first scores run while this one is written
             score_tile<0>(s, query, my_keys, barriers, parity);
@@ -210,7 +216,6 @@ sparse_attention(const __grid_constant__ Params p, const __grid_constant__ Tenso
         fewer_registers<88>();
         produce(p, query_map, barriers, shared, first, items, step, rank);
         if (SPLIT > 1) {  // write_output's two meetings of the cluster
-            wait_for_copies();
             cluster_sync();
             cluster_sync();
         }

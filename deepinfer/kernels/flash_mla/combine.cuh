@@ -1,7 +1,8 @@
 // Writing a block's output; with SPLIT > 1 the blocks of a cluster first add up their shares of the keys.
 //
 // Block r writes columns [512 / SPLIT x r, ...): the others send it theirs through distributed shared memory, and it adds
-// them in the order of their ranks, so that the result does not depend on timing. Values travel in register layout.
+// them in the order of their ranks, so that the result does not depend on timing. Values travel in register layout, to where
+// the query was: racecheck follows the copy engine to a peer's store, but not the copies by threads that bring BF16 keys.
 #pragma once
 
 #define SLICE (256 / SPLIT)                             // registers a thread holds of one block's columns
@@ -30,10 +31,12 @@ DEVICE void store_columns(const float (&o)[128], const float (&inverse)[2], cons
 template <int GROUP_ID, int INDEX>
 DEVICE void exchange_slice(float (&o)[128], const float (&factor)[SPLIT][2], const float (&inverse)[2], const Output& out,
                            int token, int head, const Angles& angles, u8* shared, int rank, bool receive) {
-    const int owner = GROUP_ID * SLICES_A_GROUP + INDEX, thread = threadIdx.x % 128;
+    constexpr int owner = GROUP_ID * SLICES_A_GROUP + INDEX;
+    const int thread = threadIdx.x % 128;
     constexpr int FIRST = INDEX * SLICE_REGISTERS;
     if (!receive && rank != owner) {
-        u32 target = peer_address(shared_address(shared + KEYS), owner) + rank * SLICE_REGISTERS * 512 + thread * 16;
+        const int place = rank < owner ? rank : rank - 1;
+        u32 target = peer_address(shared_address(shared + SHARES), owner) + place * SLICE_REGISTERS * 512 + thread * 16;
 #pragma unroll
         for (int i = 0; i < SLICE_REGISTERS; i += 4)
             store_peer(target + i * 512, o[FIRST + i], o[FIRST + i + 1], o[FIRST + i + 2], o[FIRST + i + 3]);
@@ -44,11 +47,11 @@ DEVICE void exchange_slice(float (&o)[128], const float (&factor)[SPLIT][2], con
         for (int i = 0; i < SLICE_REGISTERS; i++) mine[i] = o[FIRST + i], o[FIRST + i] = 0.0f;
 #pragma unroll
         for (int peer = 0; peer < SPLIT; peer++) {
-            const u8* source = shared + KEYS + peer * SLICE_REGISTERS * 512 + thread * 16;
+            const u8* source = shared + SHARES + (peer < owner ? peer : peer - 1) * SLICE_REGISTERS * 512 + thread * 16;
 #pragma unroll
             for (int i = 0; i < SLICE_REGISTERS; i += 4) {
                 float4 four = make_float4(mine[i], mine[i + 1], mine[i + 2], mine[i + 3]);
-                if (peer != rank) four = *(const float4*)(source + i * 512);
+                if (peer != owner) four = *(const float4*)(source + i * 512);
                 o[FIRST + i] += four.x * factor[peer][0];
                 o[FIRST + i + 1] += four.y * factor[peer][0];
                 o[FIRST + i + 2] += four.z * factor[peer][1];
@@ -79,7 +82,7 @@ DEVICE void write_output(float (&o)[128], const float (&maximum)[2], const float
     store_columns<GROUP_ID, 0, 128>(o, inverse, out, token, head, angles);
 #else
     float factor[SPLIT][2] = {};
-    cluster_sync();  // now no block reads its key tiles any more
+    cluster_sync();  // now every block is done with its query and probabilities
     if (GROUP_ID == 0 && c == 0) {
 #pragma unroll
         for (int peer = 0; peer < SPLIT; peer++) {

@@ -9,6 +9,7 @@
 #include "epilogue.cuh"
 
 #define UNPACKS (WINDOW_FORMAT > ROWS_BF16 || LATENT_FORMAT > ROWS_BF16)
+#define COPIES_ROWS (WINDOW_FORMAT == ROWS_BF16 || LATENT_FORMAT == ROWS_BF16)
 #define PACKED_ONLY (WINDOW_FORMAT != ROWS_BF16 && LATENT_FORMAT != ROWS_BF16)
 #define LATENT_OR_ANY (LATENT_FORMAT == ROWS_NONE ? WINDOW_FORMAT : LATENT_FORMAT)
 #define BIAS_THREADS 32
@@ -25,7 +26,9 @@
 #define BIAS (PROBABILITIES + 2 * 8192)          // float [2][64]: 0, or -inf for a key that is none
 #define MAXIMUM (BIAS + 512)                     // float2 [2][128]: of a thread's rows, after tile 0 and after tile 1
 #define SUMS (MAXIMUM + 2048)                    // float [2][64]
-#define PEER_STATES (SUMS + 512)                 // float [SPLIT][2][64]: maximum and sum of every block of the cluster
+#define SHARES QUERY                             // from the query on, when it is done with: what peers send of their sums
+#define SHARES_BYTES ((SPLIT - 1) * (256 / SPLIT) * 512)
+#define PEER_STATES (SPLIT == 4 ? SHARES + SHARES_BYTES : SUMS + 512)  // float [SPLIT][2][64]: every block's maximum and sum
 #define QUERY_FACTORS (PEER_STATES + SPLIT * 512)  // float [64]
 #define BARRIERS (QUERY_FACTORS + 256)
 #define SHARED_BYTES (BARRIERS + 128)
