@@ -79,7 +79,7 @@ def measured(
         target=target,
         higher_is_better=higher_is_better,
         device=device or device_name(),
-        command=command,
+        command=command.replace(f"{Path.cwd()}/", ""),  # a record is no place for one machine's folders
         versions=package_versions(),
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         commit=current_commit(),

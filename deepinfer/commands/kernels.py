@@ -38,8 +38,12 @@ def warmup(
 
 
 def compile_cuda_cpp(names: list[str], workers: int) -> int:
-    """Compile what the engine may launch of these kernels (none: of all); returns how many failed or were not kept."""
-    from deepinfer.kernels.deep_jit.cache import not_kept
+    """Compile what the engine may launch of these kernels (none: of all); returns how many failed or were not kept.
+
+    The first that cannot be kept ends it: what is compiled behind it would be thrown away.
+    """
+    from deepinfer.kernels.cpu.build import BuildError
+    from deepinfer.kernels.deep_jit.cache import check_writable, not_kept
     from deepinfer.kernels.deep_jit.compilers import CompileError, find_compiler
     from deepinfer.kernels.deep_jit.warmup import all_builds, compile_all
 
@@ -53,15 +57,23 @@ def compile_cuda_cpp(names: list[str], workers: int) -> int:
         if name not in known:
             raise ValueError(f"kernel is {name!r}, allowed: {', '.join(known)}")
     builds, failed = [build for build in builds if not names or build.name in names], 0
-    print(f"{len(builds)} kernels with {compiler.version}")
+    missing = sum(not build.is_kept for build in builds)
+    print(f"{len(builds)} kernels with {compiler.version}, {missing} of them to be compiled")
+    try:
+        if missing:
+            check_writable()
+    except (BuildError, OSError) as error:
+        print(f"error: nothing is compiled, the cache cannot be written: {error}")
+        return missing
     for result in compile_all(builds, workers):
         macros = " ".join(f"{name}={value}" for name, value in result.build.defines.items())
         print(f"{result.seconds:6.1f} s  {result.build.name}  {macros}")
         if result.error:
             failed += 1
             print(result.error)
-    if not_kept:
-        print(f"error: {len(not_kept)} kernels could not be written to the cache")
+        if not_kept:
+            print(f"error: {next(iter(not_kept))} could not be written to the cache, no more are compiled")
+            break
     return failed + len(not_kept)
 
 

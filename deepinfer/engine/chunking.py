@@ -10,9 +10,15 @@ import numpy as np
 
 MIN_OBSERVATIONS = 8  # steps before the fitted cost is trusted
 MIN_CHUNK = 16  # tokens that a step takes whatever they cost: a budget too small must not stop the engine
-MAX_ASKED = 1024  # prompt tokens of a step that are asked how likely they were: each takes a row of logits
+MAX_ASKED = 1024  # prompt tokens of a step that are asked how likely they were
+ASKED_BYTES = 256 << 20  # most that their rows of logits may take, each as wide as the vocabulary
 MAX_CHUNK = 32_768  # tokens, as in the production balancer
 DECAY = 0.99  # weight of the past at each new step, so that the fit follows the machine
+
+
+def most_asked(vocab_size: int) -> int:
+    """Prompt tokens that a step may ask about: each takes a row of float32 logits."""
+    return max(1, min(MAX_ASKED, ASKED_BYTES // (4 * vocab_size)))
 
 
 def image_spans(token_ids: Sequence[int], image_token_id: int) -> tuple[tuple[int, int], ...]:
@@ -111,11 +117,16 @@ class PrefillCost:
 
 
 class StepBudget:
-    """What one prefill step may still take. Tokens only, until the cost of time is known."""
+    """What one prefill step may still take. Tokens only, until the cost of time is known.
 
-    def __init__(self, tokens: int, chunk_limit: int, cost: PrefillCost, milliseconds: float | None):
+    asked: most tokens whose log-probabilities are wanted (see `most_asked`).
+    """
+
+    def __init__(
+        self, tokens: int, chunk_limit: int, cost: PrefillCost, milliseconds: float | None, asked: int = MAX_ASKED
+    ):
         self.tokens = tokens
-        self.asked = MAX_ASKED
+        self.asked = asked
         self.is_empty = True
         self._chunk_limit = chunk_limit
         self._cost = cost

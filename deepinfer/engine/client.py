@@ -282,6 +282,8 @@ class EngineClient:
             self._stats = message.stats
             for output in message.outputs:
                 self._requests.deliver(output)
+        elif isinstance(message, messages.PromptPart):
+            self._requests.add_prompt_part(message)
         elif isinstance(message, messages.Heartbeat):
             self._stats = message.stats
             self.statistics.update(message.window, message.totals)

@@ -24,7 +24,7 @@ from torch import Tensor
 from deepinfer import envs
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.checks import check_request
-from deepinfer.engine.chunking import image_spans
+from deepinfer.engine.chunking import image_spans, most_asked
 from deepinfer.engine.collect import News, collect, engine_stats, record_scheduled, step_stats
 from deepinfer.engine.cuda_graph import DecodeGraphs
 from deepinfer.engine.drafters import make_speculation
@@ -42,7 +42,7 @@ from deepinfer.engine.voting import Lockstep
 from deepinfer.observability.block_lifetimes import BlockLifetimes
 from deepinfer.observability.observer import Observer
 from deepinfer.observability.stats import StepStats
-from deepinfer.outputs import EngineStats, RequestMetrics, RequestOutput
+from deepinfer.outputs import EngineStats, RequestMetrics, RequestOutput, TokenLogprob
 from deepinfer.params import MAX_SEED, SamplingParams
 from deepinfer.sampling.bitmask import start_token_bitmask
 from deepinfer.sampling.random import completion_seed
@@ -87,6 +87,7 @@ class Engine:
         self.observer = Observer.of(runner, config)
         lifetimes = BlockLifetimes(self.observer.stats.totals)
         self.scheduler = Scheduler(config, runner.num_blocks, swap, lockstep, lifetimes)
+        self.scheduler.max_asked = most_asked(runner.vocab_size)
         self._book = RequestBook(self.scheduler, self.observer)
         self.requests = self._book.requests  # in progress, by id
         self.num_prompt_tokens = 0
@@ -207,6 +208,18 @@ class Engine:
         output = self._book.abort(request_id, index)
         self._drop_step_of_nobody()
         return output
+
+    def take_prompt_logprobs(self) -> list[tuple[str, list[TokenLogprob | None]]]:
+        """What is known so far of long prompts, by request; the output with its first token then holds only the rest.
+
+        For an owner that passes it on: it may be megabytes.
+        """
+        taken = []
+        for seq in self.scheduler.prefilling:
+            if seq.prompt_logprobs:
+                taken.append((seq.request_id, seq.prompt_logprobs))
+                seq.prompt_logprobs = []
+        return taken
 
     def before_step(self) -> None:
         """Start or end traces. `step` calls it; an idle engine's owner calls it when the observer wakes it."""

@@ -135,7 +135,7 @@ class Output(_Message):
     finished: bool
     metrics: tuple[float, float | None, float | None, float | None, int]
     error: str | None
-    prompt_logprobs: list[_PromptLogprob] | None = None  # of the second token, the third, ...
+    prompt_logprobs: list[_PromptLogprob | None] | None = None  # behind those of the PromptPart messages
 
 
 class StepOutputs(_Message, tag=4):
@@ -176,7 +176,14 @@ class Paused(_Message, tag=8):
     number: int
 
 
-EngineMessage = Ready | Failed | Refused | StepOutputs | Heartbeat | ExpertReport | Compiled | Paused
+class PromptPart(_Message, tag=9):
+    """RequestOutput.prompt_logprobs of the next tokens of a prompt, as soon as they are known."""
+
+    number: int
+    prompt_logprobs: list[_PromptLogprob | None]
+
+
+EngineMessage = Ready | Failed | Refused | StepOutputs | Heartbeat | ExpertReport | Compiled | Paused | PromptPart
 
 
 def record_experts(experts: ExpertRecord, command: ExpertCommand, number: int = 0) -> ExpertReport:
@@ -222,34 +229,45 @@ def output_to_wire(output: RequestOutput) -> Output:
             times.num_preemptions,
         ),
         output.error,
-        None
-        if output.prompt_logprobs is None
-        else [(*_logprob_to_wire(item), item.rank) for item in output.prompt_logprobs if item is not None],
+        None if output.prompt_logprobs is None else prompt_to_wire(output.prompt_logprobs),
     )
+
+
+def prompt_to_wire(entries: list[TokenLogprob | None]) -> list[_PromptLogprob | None]:
+    """Entries of prompt tokens; their ids are known on the other side."""
+    return [None if entry is None else (*_logprob_to_wire(entry), entry.rank) for entry in entries]
 
 
 def _logprob_to_wire(item: TokenLogprob) -> _TokenLogprob:
     return item.logprob, [token_id for token_id, _ in item.top], [value for _, value in item.top]
 
 
-def output_from_wire(output: Output, request_id: str, prompt_token_ids: list[int]) -> RequestOutput:
+def output_from_wire(
+    output: Output, request_id: str, prompt_token_ids: list[int], known: list[TokenLogprob | None] | None = None
+) -> RequestOutput:
+    """`known`: what PromptPart messages have brought of its prompt."""
     completions = []
     for item in output.completions:  # a loop: this runs once a token
         logprobs = None if item.logprobs is None else _logprobs_from_wire(item)
         completions.append(CompletionOutput(item.index, item.token_ids, logprobs, item.finish_reason, item.stop_reason))
     metrics = RequestMetrics(*output.metrics)
-    prompt = None if output.prompt_logprobs is None else _prompt_from_wire(output.prompt_logprobs, prompt_token_ids)
+    prompt = None
+    if output.prompt_logprobs is not None:
+        prompt = known or []
+        prompt += prompt_from_wire(output.prompt_logprobs, prompt_token_ids[len(prompt) :])
     return RequestOutput(request_id, prompt_token_ids, completions, output.finished, metrics, output.error, prompt)
 
 
-def _prompt_from_wire(items: list[_PromptLogprob], prompt_token_ids: list[int]) -> list[TokenLogprob | None]:
-    return [
-        None,
-        *(
-            TokenLogprob(token_id, logprob, list(zip(top_ids, top_logprobs, strict=True)), rank)
-            for token_id, (logprob, top_ids, top_logprobs, rank) in zip(prompt_token_ids[1:], items, strict=True)
-        ),
-    ]
+def prompt_from_wire(items: list[_PromptLogprob | None], token_ids: list[int]) -> list[TokenLogprob | None]:
+    """Entries of the first of these prompt tokens."""
+    entries: list[TokenLogprob | None] = []
+    for token_id, item in zip(token_ids, items, strict=False):
+        if item is None:
+            entries.append(None)
+        else:
+            logprob, top_ids, top_logprobs, rank = item
+            entries.append(TokenLogprob(token_id, logprob, list(zip(top_ids, top_logprobs, strict=True)), rank))
+    return entries
 
 
 def _logprobs_from_wire(completion: Completion) -> list[TokenLogprob] | None:

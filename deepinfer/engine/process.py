@@ -32,6 +32,7 @@ from deepinfer.engine.messages import (
     Heartbeat,
     Pause,
     Paused,
+    PromptPart,
     Ready,
     RecordExperts,
     RefusalKind,
@@ -40,6 +41,7 @@ from deepinfer.engine.messages import (
     Start,
     StepOutputs,
     output_to_wire,
+    prompt_to_wire,
     record_experts,
 )
 from deepinfer.engine.output_pool import RequestOutputPool
@@ -143,6 +145,8 @@ class EngineLoop:
                 self._obey()
                 if not self.is_paused and self.engine.has_unfinished_requests():
                     self._send(self.engine.step())
+                    for request_id, entries in self.engine.take_prompt_logprobs():
+                        self.connection.send(PromptPart(int(request_id), prompt_to_wire(entries)))
                 elif time.monotonic() >= self.heartbeat_due:
                     self.connection.send(self._heartbeat())
         finally:

@@ -21,7 +21,7 @@ from itertools import chain, repeat
 
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.block_manager import AllocStatus, BlockManager
-from deepinfer.engine.chunking import PrefillCost, StepBudget
+from deepinfer.engine.chunking import MAX_ASKED, PrefillCost, StepBudget
 from deepinfer.engine.order import victim_of
 from deepinfer.engine.sequence import Sequence
 from deepinfer.engine.state_slots import NULL_SLOT, StateSlots
@@ -76,6 +76,9 @@ class Scheduler:
         self.prefill_step_ms = config.prefill_step_ms
         self.max_num_batched_tokens = config.step_tokens
         self.prefill_chunk_size = config.chunk_tokens
+        self.max_asked = (
+            MAX_ASKED  # prompt tokens whose log-probabilities one step finds; an engine knows its vocabulary
+        )
         self.watermark_blocks = math.ceil(config.watermark * num_blocks)
         self.waiting: deque[Sequence] = deque()  # by Sequence.order, holding nothing on the device
         self.prefilling: list[Sequence] = []  # blocks and slot held, prompt partly computed
@@ -212,7 +215,11 @@ class Scheduler:
         sequences: list[Sequence] = []
         num_tokens: list[int] = []
         budget = StepBudget(
-            self.max_num_batched_tokens, self.prefill_chunk_size, self.prefill_cost, self.prefill_step_ms
+            self.max_num_batched_tokens,
+            self.prefill_chunk_size,
+            self.prefill_cost,
+            self.prefill_step_ms,
+            self.max_asked,
         )
         for seq in chain(list(self.prefilling), self._admit()):
             chunk = budget.take(seq.num_computed, len(seq), seq.image_spans, seq.asks_prompt_logprobs)

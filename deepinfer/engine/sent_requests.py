@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from deepinfer.engine.mailbox import Deliver
-from deepinfer.engine.messages import Output, output_from_wire
+from deepinfer.engine.messages import Output, PromptPart, output_from_wire, prompt_from_wire
 from deepinfer.errors import EngineStoppedError
+from deepinfer.outputs import TokenLogprob
 
 
 class _Request(NamedTuple):
     request_id: str
     prompt_token_ids: list[int]
     deliver: Deliver
+    prompt_logprobs: list[TokenLogprob | None]  # what has come of them
 
 
 class SentRequests:
@@ -29,7 +31,7 @@ class SentRequests:
             raise ValueError(f"request_id {request_id!r} is already in use")
         number = self._next_number
         self._next_number += 1
-        self._requests[number] = _Request(request_id, prompt_token_ids, deliver)
+        self._requests[number] = _Request(request_id, prompt_token_ids, deliver, [])
         self._numbers[request_id] = number
         return number
 
@@ -44,13 +46,21 @@ class SentRequests:
             del self._numbers[request.request_id]
         return request is not None
 
+    def add_prompt_part(self, part: PromptPart) -> None:
+        """Keep it for the output with the request's first token."""
+        request = self._requests.get(part.number)
+        if request is not None:
+            known = request.prompt_logprobs
+            known += prompt_from_wire(part.prompt_logprobs, request.prompt_token_ids[len(known) :])
+
     def deliver(self, output: Output) -> None:
+        """Hand news to whoever waits for them; a finished request is over."""
         request = self._requests.get(output.number)
         if request is None:
             return
         if output.finished:
             self.forget(output.number)
-        request.deliver(output_from_wire(output, request.request_id, request.prompt_token_ids))
+        request.deliver(output_from_wire(output, request.request_id, request.prompt_token_ids, request.prompt_logprobs))
 
     def refuse(self, number: int, error: Exception) -> None:
         """The request ends with this error."""

@@ -30,6 +30,10 @@ def test_a_record_has_the_fields_of_the_format(tmp_path: Path) -> None:
     assert load(path) == [Record(**entry)]
 
 
+def test_a_command_names_files_as_the_repository_does() -> None:
+    assert record(command=f"deepinfer bench --prompts {Path.cwd()}/a/b").command == "deepinfer bench --prompts a/b"
+
+
 def test_a_newer_record_replaces_the_one_of_the_same_name_and_device(tmp_path: Path) -> None:
     save("speed", [record(value=30), record(name="prefill"), record(value=90, device="gpu")], tmp_path)
     path = save("speed", [record(value=5.0)], tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ import torch
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine import chunking
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.messages import output_from_wire, output_to_wire
+from deepinfer.engine.messages import Completion, Output, PromptPart, output_to_wire, prompt_to_wire
 from deepinfer.engine.output_pool import RequestOutputPool
 from deepinfer.engine.runner import ModelRunner
+from deepinfer.engine.sent_requests import SentRequests
 from deepinfer.engine.swap import copy_sequence
 from deepinfer.models import reference
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.random_weights import random_weights
-from deepinfer.outputs import RequestOutput
+from deepinfer.outputs import RequestOutput, TokenLogprob
 from deepinfer.params import SamplingParams
 from tests.configs import tiny_config, tiny_token_map
 from tests.engine.toy_model import VOCAB_SIZE, ToyRunner, full_logits
@@ -189,7 +191,7 @@ def test_named_tokens_are_reported_in_their_order() -> None:
 
 def test_steps_hold_a_bounded_number_of_asked_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a row of logits, which for a large vocabulary is more than all else that the step needs."""
-    monkeypatch.setattr(chunking, "MAX_ASKED", 16)
+    monkeypatch.setattr(chunking, "ASKED_BYTES", 4 * VOCAB_SIZE * 16)
     runner = ToyRunner(200, 4, 8)
     rows: list[int] = []
     forward = runner.forward
@@ -238,21 +240,44 @@ def _decoding(engine: Engine):
     return engine.scheduler.running[0]
 
 
-def test_they_travel_to_the_server_and_leave_pooled_outputs() -> None:
-    engine = make_engine()
+@pytest.mark.parametrize("overlap", [False, True])
+def test_they_travel_to_the_server_chunk_by_chunk(overlap: bool) -> None:
+    """And leave pooled outputs. The one who waits gets them with the first token, all at once."""
+    engine = make_engine(zero_overhead_scheduling=overlap, prefill_chunk_size=16)
     engine.outputs = RequestOutputPool(debug=True)
-    engine.add_request("7", REQUESTS["forced"][0], params_of("forced"))
-    received: RequestOutput | None = None
-    count = 0
+    requests, received, parts = SentRequests(), dict[str, list[RequestOutput]](), Counter[str]()
+    for name in ("long", "forced", "silent", "two"):
+        number = requests.add(name, REQUESTS[name][0], received.setdefault(name, []).append)
+        engine.add_request(str(number), REQUESTS[name][0], params_of(name))
     while engine.has_unfinished_requests():
         for output in engine.step():
-            there = output_from_wire(output_to_wire(output), "forced", REQUESTS["forced"][0])
-            count += there.prompt_logprobs is not None
-            received = there if received is None else received
-            received.merge(there)
-    assert count == 1 and received is not None
-    check("forced", received)
-    assert any(entry is not None and entry.logprob == -math.inf for entry in received.prompt_logprobs or ())
+            requests.deliver(output_to_wire(output))
+        for request_id, entries in engine.take_prompt_logprobs():
+            assert len(entries) <= 2 * 16 + 1  # what one step found, or with overlap two
+            requests.add_prompt_part(PromptPart(int(request_id), prompt_to_wire(entries)))
+            parts[["long", "forced", "silent", "two"][int(request_id)]] += 1
+    assert parts["long"] > 2 and parts["silent"] == 0
+    for name, news in received.items():
+        assert sum(output.prompt_logprobs is not None for output in news) == (name != "silent")
+        whole = news[0]
+        for output in news[1:]:
+            whole.merge(output)
+        check(name, whole)
+    forced = received["forced"][0].prompt_logprobs
+    assert any(entry is not None and entry.logprob == -math.inf for entry in forced or ())
+
+
+def test_parts_of_a_request_that_is_gone_reach_nobody() -> None:
+    requests, received = SentRequests(), list[RequestOutput | Exception]()
+    number = requests.add("a", [5, 6], received.append)
+    requests.forget(number)
+    requests.add_prompt_part(PromptPart(number, [None, (-1.0, [], [], 2)]))
+    again = requests.add("a", [5, 6], received.append)
+    metrics = (0.0, None, None, None, 0)
+    requests.deliver(Output(again, [Completion(0, [7])], True, metrics, None, [None, (-2.0, [4], [-1.0], 3)]))
+    [output] = received
+    assert isinstance(output, RequestOutput)
+    assert output.prompt_logprobs == [None, TokenLogprob(6, -2.0, [(4, -1.0)], 3)]
 
 
 def test_named_tokens_outside_the_vocabulary_are_refused() -> None:

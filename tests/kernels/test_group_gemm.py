@@ -129,7 +129,7 @@ def test_bf16_extremes(each_kernel):
         (torch.zeros(4, 64), torch.zeros(1, 8, 64), [4], "bfloat16"),
         (torch.zeros(4, 64).bfloat16(), torch.zeros(1, 8, 32).bfloat16(), [4], "bfloat16"),
         (torch.zeros(4, 64).bfloat16(), torch.zeros(1, 9, 64).bfloat16(), [4], "a multiple of 8"),
-        (torch.zeros(4, 64).bfloat16(), torch.zeros(2, 8, 64).bfloat16(), [4], r"begins must be contiguous torch.int32 \[2\]"),
+        (torch.zeros(4, 64).bfloat16(), torch.zeros(2, 8, 64).bfloat16(), [4], r"begins must be .* \[2\]"),
     ],
 )
 def test_products_that_are_refused(x, w, counts, message):

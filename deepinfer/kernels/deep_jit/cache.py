@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,12 +52,11 @@ def load_or_compile(source: Path, defines: dict[str, int | str], arch: str) -> b
     Raises CompileError with the compiler's log.
     """
     compiler, arguments = find_compiler(), options(defines, arch, source.parent)
-    name = f"{source.stem}-{cache_key(source, defines, arch, compiler)}"
+    name = _name(source, defines, arch, compiler)
     if name in not_kept:
         return not_kept[name]
     try:
-        folder = cache_dir() / "cuda"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _folder()
     except (BuildError, OSError) as error:
         return _only_here(name, compiler.compile(source, arguments), error)
     target = folder / f"{name}.cubin"
@@ -71,6 +71,30 @@ def load_or_compile(source: Path, defines: dict[str, int | str], arch: str) -> b
         except OSError as error:
             return _only_here(name, cubin, error)
         return cubin
+
+
+def is_kept(source: Path, defines: dict[str, int | str], arch: str) -> bool:
+    """Whether the cubin is on disk. Raises CompileError without a compiler: its version is part of the name."""
+    try:
+        return (cache_dir() / "cuda" / f"{_name(source, defines, arch, find_compiler())}.cubin").is_file()
+    except (BuildError, OSError):
+        return False
+
+
+def check_writable() -> None:
+    """Raises BuildError or OSError saying why nothing can be kept on disk."""
+    with tempfile.TemporaryFile(dir=_folder()):
+        pass
+
+
+def _folder() -> Path:
+    folder = cache_dir() / "cuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _name(source: Path, defines: dict[str, int | str], arch: str, compiler: Compiler) -> str:
+    return f"{source.stem}-{cache_key(source, defines, arch, compiler)}"
 
 
 def _only_here(name: str, cubin: bytes, error: Exception) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from deepinfer.kernels.deep_jit import driver
-from deepinfer.kernels.deep_jit.cache import load_or_compile
+from deepinfer.kernels.deep_jit.cache import is_kept, load_or_compile
 
 Dim = tuple[int, int, int]
 
@@ -26,6 +26,11 @@ class Build:
     def cubin(self) -> bytes:
         """Compiled code, from the disk cache if it is there. Raises CompileError."""
         return load_or_compile(self.source, self.defines, self.arch)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the compiled code is in the disk cache. Raises CompileError without a compiler."""
+        return is_kept(self.source, self.defines, self.arch)
 
 
 class Kernel:

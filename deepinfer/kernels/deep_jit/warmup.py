@@ -46,7 +46,10 @@ def all_builds(modules: Sequence[str] = MODULES) -> list[Build]:
 
 
 def compile_all(builds: Sequence[Build], workers: int) -> Iterator[Compiled]:
-    """Compile side by side, in `workers` threads; yields each as it finishes, failures too."""
+    """Compile side by side, in `workers` threads; yields each as it finishes, failures too. Closed, it begins no more.
+
+    The order in which they begin is that of `builds`.
+    """
 
     def compile_one(build: Build) -> Compiled:
         start = time.perf_counter()
@@ -56,6 +59,9 @@ def compile_all(builds: Sequence[Build], workers: int) -> Iterator[Compiled]:
             return Compiled(build, time.perf_counter() - start, str(error))
         return Compiled(build, time.perf_counter() - start, None)
 
-    with ThreadPoolExecutor(workers) as pool:
+    pool = ThreadPoolExecutor(workers)
+    try:
         for future in as_completed([pool.submit(compile_one, build) for build in builds]):
             yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
