@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 help:
 	@echo "make demo       install if needed, then stream an answer from the nano model"
-	@echo "make test       install if needed, then lint, type-check and test (CPU, a quarter of an hour)"
+	@echo "make test       install if needed, then lint, type-check and test (CPU, twenty minutes)"
 	@echo "make install    create $(VENV) and install deepinfer into it"
 	@echo "make lint       ruff and mypy only"
 	@echo "make test-slow  the tests that take minutes"

@@ -48,7 +48,8 @@ class SamplingParams:
     temperature, top_k, top_p, min_p.
 
     Attributes:
-        max_tokens: most tokens to generate; None means up to the end of the context.
+        max_tokens: most tokens to generate; None means up to the end of the context. 0: none, the prompt alone is of
+            interest (prompt_logprobs) and may fill the context.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: keep the smallest set of most likely tokens whose mass reaches top_p.
         top_k: keep the top_k most likely tokens; 0 or -1 keeps all.
@@ -129,7 +130,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
+            _check_int("max_tokens", self.max_tokens, 0)
         _check_float("temperature", self.temperature, 0.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_int("top_k", self.top_k, -1)

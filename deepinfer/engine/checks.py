@@ -19,7 +19,7 @@ def check_request(
         raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
     if not prompt_token_ids:
         raise ValueError("prompt_token_ids must not be empty")
-    if len(prompt_token_ids) >= max_model_len:
+    if len(prompt_token_ids) > max_model_len - (params.max_tokens != 0):
         raise ValueError(
             f"prompt_token_ids has {len(prompt_token_ids)} tokens, at most {max_model_len - 1} "
             f"leave room for an answer in the context of {max_model_len}"

@@ -131,6 +131,9 @@ class Sequence:
 
     def extend(self, token_ids: list[int], eos_token_ids: Set[int]) -> int:
         """`append` generated tokens up to the one that ends the sequence; returns how many."""
+        if len(self.token_ids) >= self.max_num_tokens:  # none were wanted
+            self.finish_reason = "length"
+            return 0
         if len(token_ids) > 1 and self.constraint is None and self._goes_on_after(token_ids, eos_token_ids):
             self.token_ids.extend(token_ids)
             self.num_pending -= len(token_ids)

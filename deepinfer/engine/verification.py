@@ -58,8 +58,9 @@ class LaunchedRound:
     sampled: LaunchedSample
     verified: Download | None  # accepted [S], then the next drafts [S, K] and their scores; None: no sequences
     was_read: Callable[[LaunchedRound], None]  # told what became of the drafts
+    had_drafts: bool = False  # some of which it could verify
     makes_drafts: bool = False  # for the next step
-    num_expected: float = 0.0  # drafts that are accepted
+    num_expected: float = 0.0  # drafts that are accepted, by what the drafter said
     accepted: np.ndarray | None = None  # int64 [S] of each sequence's drafts, once it is read
     num_verified: np.ndarray | None = None  # int64 [S], without those that there were not
     scores: np.ndarray | None = None  # of the next drafts; None: there are none
@@ -130,10 +131,11 @@ class Speculation:
         self.times = StepTimes(step_ms, np.zeros(num_slots) if draft_ms is None else draft_ms, drafter.num_drafts)
         self._rows = MTPInfoPool(num_slots, drafter.num_drafts)
         self.gate = DraftGate(self.times, drafter.num_drafts)
-        self._makes_drafts = True  # the next step, for the one behind it
-        self._num_expected = 0.0  # drafts of the next step that are expected to be accepted
+        self._had_drafts = False  # the next step: whether there are any that it could verify
+        self._makes_drafts = True  # it, for the one behind it
+        self._num_expected = 0.0  # its drafts that are expected to be accepted
         self._scores = SlotScores(num_slots)
-        self._new_scores: list[np.ndarray] = []  # of drafts that the gate has not seen
+        self._new_scores: np.ndarray | None = None  # of drafts that the gate has not seen
         self._in_slot: list[TokenSequence | None] = [None] * num_slots  # whose tokens the device has
         self._is_plain = np.zeros(num_slots, bool)  # so is that sequence
 
@@ -146,23 +148,22 @@ class Speculation:
         self._num_expected = 0.0
         if not self.variable_length:
             return room
-        num_sequences = len(sequences)
-        self._makes_drafts = self.gate.makes_drafts(num_sequences)
+        self._makes_drafts = self.gate.makes_drafts(len(sequences))
         self.drafter.expect(self._makes_drafts)
-        if self._new_scores:  # after it was asked: it must not depend on the drafts to verify
-            self.gate.saw(np.concatenate([self.drafter.survival(scores) for scores in self._new_scores]))
-            self._new_scores.clear()
-        if not any(room):
+        if self._new_scores is not None:  # after it was asked: it must not depend on the drafts to verify
+            self.gate.saw(self.drafter.survival(self._new_scores), len(sequences))
+            self._new_scores = None
+        self._had_drafts = any(room)
+        if not self._had_drafts:
             return room
         if self.gate.takes_all:
             of_number = [0.0, *np.cumsum(self.gate.profile).tolist()]
             self._num_expected = sum(map(of_number.__getitem__, room))
             return room
         survival = self._survival(np.array([seq.state_slot for seq in sequences], np.int64))
-        trust = self.gate.trust
-        step_ms = self.times.by_drafts(num_sequences, self._makes_drafts)
-        lengths, expected = draft_lengths(trust * survival, np.array(room), step_ms, self._draws)
-        self._num_expected = expected / trust
+        step_ms = self.times.by_drafts(len(sequences), self._makes_drafts)
+        lengths = draft_lengths(self.gate.chances(survival), np.array(room), step_ms, self._draws)
+        self._num_expected = float(survival.sum(where=np.arange(self.drafter.num_drafts) < lengths[:, None]))
         return lengths.tolist()
 
     def _survival(self, slots: np.ndarray) -> np.ndarray:
@@ -185,12 +186,14 @@ class Speculation:
         """A decode step has been read, so long after it began or the one in front was read (None: unknown)."""
         round = step.sampled
         if self.variable_length and isinstance(round, LaunchedRound) and round.accepted is not None:
-            if ms is not None:
-                self.times.observe(len(step.sequences), sum(step.batch.num_tokens), round.makes_drafts, ms)
+            count, num_accepted = len(step.sequences), int(round.accepted.sum())
             if step.batch.has_drafts:
-                self.gate.learn(round.num_expected, int(round.accepted.sum()))
+                self.gate.learn(round.num_expected, num_accepted)
+            if ms is not None:
+                num_drafts = sum(step.batch.num_tokens) - count
+                self.gate.observe(count, num_drafts, count + num_accepted, round.had_drafts, round.makes_drafts, ms)
             if round.scores is not None and self.gate.wants_chances:
-                self._new_scores.append(round.scores)
+                self._new_scores = round.scores
 
     def _was_read(self, round: LaunchedRound) -> None:
         """Keep the scores of the next drafts, and tell the drafter what became of those before, where it matters."""
@@ -278,10 +281,17 @@ class Speculation:
             drafts = self.drafter.draft(state, round)
             state.tokens[slots, 1:] = drafts.tokens
             results += [drafts.tokens, drafts.scores]
-        verified = Download(results)
-        expected = 0.0 if is_prefill else self._num_expected
         return LaunchedRound(
-            sequences, step.slots, counts, first_rows, sampled, verified, self._was_read, self._makes_drafts, expected
+            sequences,
+            step.slots,
+            counts,
+            first_rows,
+            sampled,
+            Download(results),
+            self._was_read,
+            self._had_drafts,
+            self._makes_drafts,
+            0.0 if is_prefill else self._num_expected,
         )
 
     def _rejection(self, slots: np.ndarray, counts: np.ndarray, filters: bool) -> Choose:

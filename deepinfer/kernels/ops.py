@@ -33,6 +33,7 @@ from deepinfer.kernels.reference.indexer import (
     top_k,
     top_k_positions,
 )
+from deepinfer.kernels.reference.int8 import chain_drafts, linear_int8
 from deepinfer.kernels.reference.moe import (
     expand_rows,
     expert_order,
@@ -60,6 +61,7 @@ __all__ = [
     "apply_token_bitmask",
     "candidate_blocks",
     "cast_groups",
+    "chain_drafts",
     "choose_draft_lengths",
     "decode_plan",
     "draw_tokens",
@@ -76,6 +78,7 @@ __all__ = [
     "index_scores",
     "linear",
     "linear_fp8",
+    "linear_int8",
     "load_rows",
     "lookup_drafts",
     "mask_to_candidates",
@@ -83,6 +86,7 @@ __all__ = [
     "moe_experts_fp4",
     "moe_gate",
     "multiplies_fp8",
+    "multiplies_int8",
     "ngram_ids",
     "norm_cast",
     "norm_latents",
@@ -115,6 +119,12 @@ __all__ = [
 def multiplies_fp8(dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether the products of kernels/deep_gemm take activations of `dtype` there: BF16 on Hopper, with a compiler."""
     return dtype is torch.bfloat16 and is_available(torch.device(device))
+
+
+def multiplies_int8(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether `linear_int8` and `chain_drafts` have a kernel for activations of `dtype` there."""
+    is_on_cpu = torch.device(device).type == "cpu" and not registry.FORCE_REFERENCE
+    return is_on_cpu and dtype is torch.float32 and cpu.int8.multiplies_int8()
 
 
 def reads_narrow_weights(dtype: torch.dtype, device: torch.device | str) -> bool:

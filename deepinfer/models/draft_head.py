@@ -23,7 +23,7 @@ from deepinfer.models.draft_calibration import DraftCalibration
 from deepinfer.models.layers.block import build_layer
 from deepinfer.models.layers.draft_attention import BlockPlan, draft_attention, store_context
 from deepinfer.models.layers.hyper_connection import HCLazyPostData, hc_enter
-from deepinfer.models.layers.linear import StoredFp8, quantized_linear, wide_linear, widened
+from deepinfer.models.layers.linear import Int8Weight, StoredFp8, quantized_linear, wide_linear, widened
 from deepinfer.models.layers.step import Rotation
 from deepinfer.models.loader import StoredTensor
 
@@ -93,7 +93,8 @@ class DraftHead:
         )
         self.block_size = config.dspark_block_size
         self.quantize_activations = quantize_activations
-        self.embed, self.head, self.frequencies = embed, head, frequencies
+        self.embed, self.frequencies = embed, frequencies
+        self.head: Tensor | Int8Weight = head
         self.dtype, self.device = embed.dtype, embed.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.main_proj: Tensor | StoredFp8 = weights.pop("mtp.0.main_proj.weight")
@@ -101,7 +102,7 @@ class DraftHead:
         last = f"mtp.{stages - 1}"
         self.norm = weights.pop(f"{last}.norm.weight")
         self.markov_embed = weights.pop(f"{last}.markov_head.embed.weight")
-        self.markov_head = widened(weights.pop(f"{last}.markov_head.head.weight"))
+        self.markov_head: Tensor | Int8Weight = widened(weights.pop(f"{last}.markov_head.head.weight"))
         self.confidence = weights.pop(f"{last}.confidence_head.proj.weight")[0].to(self.wide)
         # Context rows need this part alone of a weight that build_layer fuses.
         self.context_wkv: list[Tensor | StoredFp8] = [
@@ -124,6 +125,12 @@ class DraftHead:
         if isinstance(self.main_proj, Tensor):
             self.main_proj = StoredFp8.of(self.main_proj)
         self.context_wkv = [StoredFp8.of(wkv) if isinstance(wkv, Tensor) else wkv for wkv in self.context_wkv]
+
+    def use_int8_logits(self) -> None:
+        """Round what makes logits to INT8, in copies of the head's own: the target's output head stays as it is."""
+        self.head, self.markov_head = (
+            Int8Weight.of(weight) if isinstance(weight, Tensor) else weight for weight in (self.head, self.markov_head)
+        )
 
     def store(self, taps: Taps, caches: Caches) -> None:
         """Write the context rows of a target step, rejected drafts and padding included (see draft_attention.py)."""
@@ -157,10 +164,20 @@ class DraftHead:
         sampling None: every draft is the most likely token.
         """
         base, u = self._base(last_positions, tokens, state_slots, caches)
-        drafts, logits, embedded = [], [], []
+        drafts, logits = self._chain(base, tokens, sampling)
+        before = torch.cat((tokens.unsqueeze(1), drafts[:, :-1]), dim=1)
+        features = torch.cat((u, F.embedding(before, self.markov_embed)), dim=-1).to(self.wide)
+        scores = (features * self.confidence).sum(-1).float()
+        return Draft(drafts, torch.sigmoid(scores / self.temperatures), logits)
+
+    def _chain(self, base: Tensor, tokens: Tensor, sampling: DraftSampling | None) -> tuple[Tensor, Tensor | None]:
+        """Drafts int64 [S, B] behind `tokens`, one after the other, and the logits that they were drawn from."""
+        if sampling is None and isinstance(self.markov_head, Int8Weight):
+            weight = self.markov_head
+            return ops.chain_drafts(base, self.markov_embed, weight.values, weight.scales, tokens), None
+        drafts, logits = [], []
         for i in range(self.block_size):
-            e = F.embedding(tokens, self.markov_embed)
-            row = (base[:, i] + wide_linear(e, self.markov_head)).float()
+            row = (base[:, i] + wide_linear(F.embedding(tokens, self.markov_embed), self.markov_head)).float()
             if sampling is None:  # the draft temperature makes no difference
                 tokens = row.argmax(-1)
             else:
@@ -168,11 +185,7 @@ class DraftHead:
                 tokens = self._draw(row, sampling, i)
             drafts.append(tokens)
             logits.append(row)
-            embedded.append(e)
-        features = torch.cat((u, torch.stack(embedded, dim=1)), dim=-1).to(self.wide)
-        scores = (features * self.confidence).sum(-1).float()
-        confidences = torch.sigmoid(scores / self.temperatures)
-        return Draft(torch.stack(drafts, dim=1), confidences, None if sampling is None else torch.stack(logits, dim=1))
+        return torch.stack(drafts, dim=1), None if sampling is None else torch.stack(logits, dim=1)
 
     def _base(
         self, last_positions: Tensor, tokens: Tensor, state_slots: Tensor, caches: Caches

@@ -193,6 +193,8 @@ def round_activations(model: DeepseekV41, quantize_activations: bool | None) -> 
         if model.draft_head is not None:
             keep_fp8_bytes(model.draft_head.layers)
             model.draft_head.keep_fp8_bytes()
+    if model.draft_head is not None and ops.multiplies_int8(model.dtype, model.device):
+        model.draft_head.use_int8_logits()
     if not (multiplies_fp8 if quantize_activations is None else quantize_activations):
         return
     model.quantize_activations = True

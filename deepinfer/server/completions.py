@@ -48,7 +48,7 @@ async def create_completion(request: Request) -> Response:
         return TextReader(state.text.tokenizer, stop, bool(body.include_stop_str_in_output), body.silent_roles)
 
     streams = start_sequences(state, prompts, params, n, open_reader, ticket, "prompt")
-    choices = [Choice(index, prompts[index // n], body.is_echo_alone) for index in range(len(streams))]
+    choices = [Choice(index, prompts[index // n]) for index in range(len(streams))]
     answer = CompletionAnswer(state, body, choices, ticket.answer_id)
     if body.stream:
         return EventStream(request, streams, answer, interval=body.stream_interval)
@@ -78,7 +78,6 @@ class Choice:
 
     index: int
     prompt: list[int]
-    is_echo_alone: bool = False  # nothing is generated: the token that the engine always makes is left out
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -93,9 +92,6 @@ class Choice:
 
     def add(self, delta: Delta[str]) -> Delta[str]:
         """Take a delta in; -> what of it is the answer's."""
-        if self.is_echo_alone:
-            reason = delta.finish_reason and "length"
-            delta = Delta(finish_reason=reason, prompt_logprobs=delta.prompt_logprobs)
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.pieces += delta.pieces
         self.token_ids += delta.token_ids

@@ -203,11 +203,18 @@ class SamplingRequest(BaseModel):
     def prompt_logprob_count(self) -> int | None:
         return self.prompt_logprobs
 
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether the prompt comes back and nothing behind it: what scores a text asks so, in OpenAI's older way."""
+        return False
+
     def sampling_params(self, max_tokens: int | None, logprobs: int | None, state: ServerState) -> SamplingParams:
         """The engine's parameters; the model's own where the request says nothing.  Raises ValueError naming the field.
 
         A bad word is banned in the spelling of its tokens, with and without a space before it.
         """
+        if max_tokens == 0 and not self.is_echo_alone:
+            raise ValueError("max_tokens must be an integer >= 1, got 0")
         given: dict[str, Any] = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
         given = state.sampling_defaults | given
         if self.stop_token_ids:
@@ -308,12 +315,11 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def is_echo_alone(self) -> bool:
-        """Whether the prompt comes back and nothing behind it: what scores a text asks so, in OpenAI's older way."""
         return bool(self.echo) and self.max_tokens == 0
 
     @property
     def limit(self) -> int | None:
-        return 1 if self.is_echo_alone else self.max_tokens
+        return self.max_tokens
 
     @property
     def logprob_count(self) -> int | None:

@@ -123,7 +123,7 @@ def check_prompt(
     limit = state.text.max_model_len
     if not prompt:
         raise ApiError(f"{param} must not be empty", param=param)
-    if len(prompt) >= limit or len(prompt) + (max_tokens or 0) > limit:
+    if len(prompt) + (1 if max_tokens is None else max_tokens) > limit:
         asked = f" and {limit_param} asks for {max_tokens} more" if max_tokens else ""
         raise ApiError(
             f"{param} has {len(prompt)} tokens{asked}; this model's context holds {limit} tokens, prompt and answer",

@@ -17,8 +17,8 @@ import numpy as np
 
 def draft_lengths(
     survival: np.ndarray, room: np.ndarray, step_ms: np.ndarray, until_first_fall: bool = False
-) -> tuple[np.ndarray, float]:
-    """Drafts to verify of each of S sequences, int64 [S], and how many of them are expected to be accepted.
+) -> np.ndarray:
+    """Drafts to verify of each of S sequences, int64 [S].
 
     Args:
         survival: [S, K] chance that draft i and all before it are accepted; does not rise along a row.
@@ -42,11 +42,11 @@ def draft_lengths(
         count = most + 1 if theta[most] > without else 0
     count = min(count, int(np.count_nonzero(ordered)))
     if count == 0:
-        return np.zeros(num_sequences, np.int64), 0.0
+        return np.zeros(num_sequences, np.int64)
     lengths = (survival >= ordered[count - 1]).sum(axis=1)
     if lengths.sum() > count:  # not all of the equal ones that come last
         lengths = np.bincount(np.argsort(-survival, axis=None)[:count] // num_drafts, minlength=num_sequences)
-    return lengths, float(tau[count - 1])
+    return lengths
 
 
 def expected_rates(survival: np.ndarray, num_sequences: int, step_ms: np.ndarray) -> tuple[float, float]:

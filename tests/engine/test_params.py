@@ -10,7 +10,7 @@ from deepinfer.params import SamplingParams
 NAN, INF = math.nan, math.inf
 HUGE = 10**5000  # no float holds it, and Python refuses to print it
 BAD = {
-    "max_tokens": [-1, 0, True, 1.5, "4", NAN],
+    "max_tokens": [-1, True, 1.5, "4", NAN],
     "temperature": [NAN, INF, -0.1, True, "1", None],
     "top_p": [0, 1.01, NAN, -1, False, "0.5"],
     "top_k": [-2, 1.0, True, "3", None],

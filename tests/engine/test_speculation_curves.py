@@ -27,6 +27,7 @@ from deepinfer.outputs import RequestOutput
 from deepinfer.params import SamplingParams
 from deepinfer.speculation.drafter import Drafts, Round
 from deepinfer.speculation.slot_tokens import SlotTokens
+from tests.speculation.machines import points
 
 WARM_UP = 60  # steps in which an engine learns what steps take here
 NUM_DRAFTS, MOST, VOCAB_SIZE, TOKEN, OTHER = 5, 64, 8, 5, 6
@@ -54,26 +55,21 @@ class Machine:
         return np.interp(np.arange(MOST + 1), *zip(*self.draft_points, strict=True))
 
 
-# nano on an H200: CUDA events around captured steps, 30 November 2026. Rows cost next to nothing.
-NANO_POINTS = (
-    (1, 0.994), (2, 1.035), (4, 1.109), (8, 1.158), (16, 1.201), (32, 1.269), (48, 1.353), (64, 1.381), (96, 1.452),
-    (128, 1.606), (192, 1.739), (256, 1.784), (384, 1.914),
-)  # fmt: skip
-NANO_DRAFTS = ((1, 0.266), (2, 0.28), (4, 0.296), (8, 0.317), (16, 0.35), (32, 0.402), (64, 0.45))
-# nano on a CPU, one thread of an EPYC: every row costs.
-CPU_POINTS = (
-    (1, 8.6), (2, 10.8), (4, 13.5), (8, 18.7), (16, 28.2), (32, 40.2), (64, 65.0), (128, 110.1), (384, 338.3),
-)  # fmt: skip
-CPU_DRAFTS = ((1, 3.2), (2, 5.6), (4, 7.8), (8, 11.8), (16, 20.0), (32, 34.0), (64, 53.2))
-# Made up: a large mixture of experts. A step reads the experts that its rows choose, more of them with every row.
-LARGE_POINTS = ((1, 9.0), (8, 14.0), (16, 18.0), (32, 23.0), (64, 29.0), (128, 37.0), (256, 52.0), (384, 68.0))
-LARGE_DRAFTS = ((1, 0.6), (64, 1.5))
-
+NANO = points("nano on an H200", "step_ms"), points("nano on an H200", "draft_ms")
 MACHINES = {
-    "nano, device-bound": Machine(NANO_POINTS, NANO_DRAFTS, rest=0.3, host=0.6, host_row=0.001, sizes=tuple(CAPTURED)),
-    "nano, host-bound": Machine(NANO_POINTS, NANO_DRAFTS, rest=0.3, host=2.4, host_row=0.002, sizes=tuple(CAPTURED)),
-    "large": Machine(LARGE_POINTS, LARGE_DRAFTS, rest=0.5, host=1.0, host_row=0.001, sizes=tuple(CAPTURED)),
-    "CPU": Machine(CPU_POINTS, CPU_DRAFTS, host=0.8, host_row=0.01, overlaps=False),
+    "nano, device-bound": Machine(*NANO, rest=0.3, host=0.6, host_row=0.001, sizes=tuple(CAPTURED)),
+    "nano, host-bound": Machine(*NANO, rest=0.3, host=2.4, host_row=0.002, sizes=tuple(CAPTURED)),
+    "large": Machine(
+        points("large", "step_ms"),
+        points("large", "draft_ms"),
+        rest=0.5,
+        host=1.0,
+        host_row=0.001,
+        sizes=tuple(CAPTURED),
+    ),
+    "CPU": Machine(
+        points("nano on a CPU", "step_ms"), points("nano on a CPU", "draft_ms"), host=0.8, host_row=0.01, overlaps=False
+    ),
 }
 
 

@@ -1,5 +1,5 @@
 // deep_jit/hopper.cuh on a CPU: barriers, copies and products for the fibers of cluster_on_host.cuh. What is asynchronous
-// happens as late as it may, when a thread waits for it, so that a wait that is missing shows.
+// happens as late as it may, when a thread waits for it, so that a wait that is missing shows; copies happen at once as well.
 #pragma once
 
 #include "cluster_on_host.cuh"
@@ -52,9 +52,10 @@ static void barrier_arrive(u32 at) {
 }
 static void barrier_arrive_at(u32 at, u32 rank) { barrier_arrive(remote(at, rank)); }
 static void barrier_expect(u32 at, u32 bytes) { phased.at(at).bytes += bytes, barrier_arrive(at); }
-// What the barrier counts once it is done, which is not before a thread waits there.
+// What the barrier counts once it is done: at once, or when a thread waits there, as chance has it.
 static void later(u32 at, std::function<void(Phased&)> arrive) {
     Phased& barrier = phased.at(at);
+    if (shuffles != nullptr && (*shuffles)() % 2) return arrive(barrier), end_phase(barrier);
     barrier.news.generation++;
     barrier.copies.push_back([=, &barrier] { arrive(barrier), end_phase(barrier); });
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepinfer.kernels.reference.casts import cast_groups as cast_reference
+from deepinfer.kernels.reference.int8 import arrange, quantize_rows
 
 Case = tuple[Any, ...]
 GROUPS = ((1, 32), (1, 16), (1, 128), (32, 32), (16, 64), (16, 1), (5, 1))  # rows x columns of a scale
@@ -137,16 +138,43 @@ def choose_draft_lengths(g: torch.Generator) -> Iterator[Case]:
             yield survival, room, times, stops
 
 
+def int8_weight(g: torch.Generator, columns: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scales = quantize_rows(normal(g, columns, k))
+    return arrange(values), scales
+
+
+def linear_int8(g: torch.Generator) -> Iterator[Case]:
+    for n, k, columns in ((0, 64, 32), (1, 4, 16), (5, 384, 160), (7, 60, 80), (64, 100, 256)):
+        x = normal(g, n, k + 8)[:, :k] * torch.rand(n, 1, generator=g).mul(20).exp()
+        x[3:4] = 0.0
+        x[4:5, k // 2] = torch.nan
+        x[5:6, 0] = -torch.inf
+        yield x, *int8_weight(g, columns, k)
+
+
+def chain_drafts(g: torch.Generator) -> Iterator[Case]:
+    for n, drafts, columns, k in ((0, 5, 32, 8), (1, 5, 16, 64), (3, 1, 512, 12), (11, 4, 48, 64)):
+        base = normal(g, n, drafts, columns).mul(2).round()  # ties, with a term of the token before that is often 0
+        embed = normal(g, columns, k) * (torch.rand(columns, 1, generator=g) < 0.5)
+        base[1:2, :, ::3] = torch.nan
+        base[2:3, 0] = torch.nan
+        base[3:4, :, 5] = torch.inf
+        base[4:5] = -torch.inf
+        yield base, embed, *int8_weight(g, columns, k), torch.randint(0, columns, (n,), generator=g)
+
+
 MORE = {
     f.__name__: f
     for f in (
         cast_groups,
+        chain_drafts,
         choose_draft_lengths,
         expand_rows,
         expert_order,
         grouped_linear,
         grouped_linear_fp8,
         linear_fp8,
+        linear_int8,
         norm_cast,
         reduce_rows,
         rope_cast,
@@ -157,5 +185,6 @@ MORE = {
     )
 }
 MORE_EXACT = {
-    "cast_groups", "choose_draft_lengths", "expand_rows", "expert_order", "top_k", "uncast_groups", "window_slots",
+    "cast_groups", "choose_draft_lengths", "expand_rows", "expert_order", "linear_int8", "top_k", "uncast_groups",
+    "window_slots",
 }  # fmt: skip

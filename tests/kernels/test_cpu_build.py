@@ -14,6 +14,7 @@ import pytest
 
 from deepinfer.commands.doctor import home_dir
 from deepinfer.kernels.cpu import build
+from deepinfer.kernels.cpu.int8 import multiplies_int8
 
 USE = """
 import torch
@@ -156,3 +157,9 @@ def test_a_misspelt_choice_of_kernels_is_refused(tmp_path):
     result = use_kernels(tmp_path, DEEPINFER_KERNELS="refrence")
     assert result.returncode != 0
     assert "DEEPINFER_KERNELS='refrence': must be one of auto, reference" in result.stderr
+
+
+@needs_compiler
+def test_int8_is_multiplied_where_the_processor_has_instructions_for_it():
+    flags = build.cpu_features().split()
+    assert multiplies_int8() == {"avx512bw", "avx512vl", "avx512_vnni"}.issubset(flags)

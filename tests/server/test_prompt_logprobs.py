@@ -69,6 +69,18 @@ def test_the_prompts_of_a_list_have_their_own(server: Server, generated: dict[st
     assert choices[2]["logprobs"]["token_logprobs"] == [None] and choices[2]["text"]
 
 
+def test_a_prompt_that_fills_the_context_is_scored(server: Server) -> None:
+    """There is no room for a token, and none is asked for."""
+    prompt = (PROMPT * 103)[:1024]
+    choice = ask(server, prompt=prompt, echo=True, logprobs=1, max_tokens=0, **BY_ID)["choices"][0]
+    assert len(choice["logprobs"]["token_logprobs"]) == 1024 and choice["finish_reason"] == "length"
+    for asked in ({"max_tokens": 1}, {"max_tokens": 0, "prompt": [*prompt, 5]}):
+        refused = server.http.post(
+            "/v1/completions", json=BODY | {"prompt": prompt, "echo": True, "logprobs": 1} | asked
+        )
+        check_shape(refused, 400)
+
+
 @pytest.mark.parametrize("max_tokens", [0, 2])
 def test_a_streamed_echo(server: Server, generated: dict[str, Any], max_tokens: int) -> None:
     change = {"echo": True, "logprobs": 3, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, **BY_ID}

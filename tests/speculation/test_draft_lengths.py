@@ -29,7 +29,7 @@ def test_no_other_choice_gives_more_tokens_a_millisecond(
     survival = np.cumprod(np.array(rates), axis=1)
     limits = np.array(room[: len(rates)])
     step_ms = 1.0 + np.cumsum(steps)  # rises, by anything
-    got, expected = draft_lengths(survival, limits, step_ms)
+    got = draft_lengths(survival, limits, step_ms)
 
     def theta(lengths: tuple[int, ...]) -> float:
         tau = len(rates) + sum(survival[i, :n].sum() for i, n in enumerate(lengths))
@@ -37,7 +37,6 @@ def test_no_other_choice_gives_more_tokens_a_millisecond(
 
     choices = itertools.product(*(range(limit + 1) for limit in limits))
     assert (got <= limits).all()
-    assert expected == pytest.approx(sum(survival[i, :n].sum() for i, n in enumerate(got)))
     assert theta(tuple(got)) == pytest.approx(max(map(theta, choices)))
 
 
@@ -45,16 +44,16 @@ def test_a_step_that_only_grows_slower_is_filled_and_a_steep_one_is_not() -> Non
     survival = np.array([[0.9, 0.8, 0.1], [0.5, 0.2, 0.1]])
     room = np.array([3, 3])
     flat, steep = np.full(7, 2.0), np.arange(2.0, 9.0)
-    assert draft_lengths(survival, room, flat)[0].tolist() == [3, 3]
-    assert draft_lengths(survival, room, steep)[0].tolist() == [0, 0]
+    assert draft_lengths(survival, room, flat).tolist() == [3, 3]
+    assert draft_lengths(survival, room, steep).tolist() == [0, 0]
     stairs = np.array([1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0])  # padded to 4 rows
-    assert draft_lengths(survival, room, stairs)[0].tolist() == [2, 0]
+    assert draft_lengths(survival, room, stairs).tolist() == [2, 0]
 
 
 @given(rates=st.lists(chances, min_size=1, max_size=4), steps=st.lists(st.floats(0.0, 3.0), min_size=13, max_size=13))
 def test_the_rate_of_one_step_is_that_of_its_lengths(rates: list[list[float]], steps: list[float]) -> None:
     survival, step_ms = np.cumprod(np.array(rates), axis=1), 1.0 + np.cumsum(steps)
-    lengths, _ = draft_lengths(survival, np.full(len(rates), 3), step_ms)
+    lengths = draft_lengths(survival, np.full(len(rates), 3), step_ms)
     tau = len(rates) + sum(survival[i, :n].sum() for i, n in enumerate(lengths))
     got, of_all = expected_rates(survival, len(rates), step_ms[: 3 * len(rates) + 1])
     assert got == pytest.approx(tau / step_ms[lengths.sum()])
@@ -92,5 +91,5 @@ def test_rates_follow_what_is_accepted() -> None:
 def test_a_chance_that_is_no_number_is_none(until_first_fall: bool) -> None:
     """A head that overflowed: its drafts are left out, and nobody gets more than there is room for."""
     survival = np.array([[np.nan, np.nan], [0.9, 0.8], [0.9, 0.8]])
-    lengths, _ = draft_lengths(survival, np.array([2, 0, 2]), np.ones(20), until_first_fall=until_first_fall)
+    lengths = draft_lengths(survival, np.array([2, 0, 2]), np.ones(20), until_first_fall=until_first_fall)
     assert lengths.tolist() == [0, 0, 2]

@@ -25,6 +25,18 @@ REPEATED: dict[str, Any] = {"type": "const_string", "value": "a"}  # too complex
 for _ in range(2):
     REPEATED = {"type": "repeat", "content": REPEATED, "min": 9999, "max": 10_000}
 
+REGEX = {"schema_type": "regex", "schema": "[a-c]{3}"}
+TOO_COMPLEX = {
+    "schema_type": "json",
+    "schema": json.dumps({"type": "string", "allOf": [{"pattern": f".*a.{{{n}}}"} for n in range(10, 24)]}),
+}
+_SLOW = '{{"anyOf": [{{"type": "string", "maxLength": {}}}, {{"type": "integer", "multipleOf": 2000003}}]}}'
+
+
+def slow_schema(number: int) -> dict[str, str]:
+    """One of many that take seconds to compile."""
+    return {"schema_type": "json", "schema": _SLOW.format(number)}
+
 
 @functools.cache
 def tokenizer() -> Tokenizer:

@@ -15,7 +15,8 @@ from deepinfer.kernels.cpu import build
 logger = logging.getLogger(__name__)
 
 _CODES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
-# One letter an argument (pointer, int64, int, float); a leading "!" marks functions that return 1 when out of memory.
+# One letter an argument (pointer, int64, int, float); a leading "!" marks functions that return 1 when out of memory,
+# "?" those whose result is an int.
 SIGNATURES = {
     "apply_token_bitmask": "plplllp",
     "linear": "!plippllllp",
@@ -42,6 +43,9 @@ SIGNATURES = {
     "lookup_drafts": "plppllllpp",
     "moe_gate": "!ppllllifpp",
     "moe_experts": "!ppplllllppppfip",
+    "multiplies_int8": "?",
+    "linear_int8": "!plpplllp",
+    "chain_drafts": "!pppppllllp",
 }
 
 
@@ -84,8 +88,8 @@ def functions() -> dict[str, ctypes._CFuncPtr] | None:  # type: ignore[name-defi
     table = {}
     for name, signature in SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes = [_CODES[code] for code in signature.lstrip("!")]
-        function.restype = ctypes.c_int if signature[0] == "!" else None
+        function.argtypes = [_CODES[code] for code in signature.lstrip("!?")]
+        function.restype = ctypes.c_int if signature[0] in "!?" else None
         if signature[0] == "!":
             function.errcheck = _check
         table[name] = function

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepinfer.kernels import ops
 from deepinfer.kernels.deep_gemm.linear import Fp8Weight, fp8_linear
+from deepinfer.kernels.reference.int8 import COLUMNS, DEPTH, arrange, quantize_rows
 from deepinfer.kernels.reference.quant import dequantize_fp8_weight, quantize_fp8_weight
 
 
@@ -39,6 +40,22 @@ class StoredFp8:
         return StoredFp8(values, self.scales[first : first - (-len(values) // 32)])
 
 
+@dataclass(frozen=True)
+class Int8Weight:
+    """A weight [O, K] rounded to INT8, for drafts alone: they may be a little wrong, and half the bytes are read."""
+
+    values: Tensor  # as `reference.int8.arrange` has them
+    scales: Tensor  # float32 [O]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Int8Weight | Tensor:
+        """The weight itself where its shape does not fit."""
+        if weight.shape[0] % COLUMNS or weight.shape[1] % DEPTH:
+            return weight
+        values, scales = quantize_rows(weight)
+        return cls(arrange(values), scales)
+
+
 def quantized_linear(x: Tensor, weight: Tensor | Fp8Weight | StoredFp8, quantize_activations: bool) -> Tensor:
     """x @ weight.T, with the activation rounded to FP8 (1 x 32 groups) first when the switch is on.
 
@@ -60,8 +77,10 @@ def widened(weight: Tensor) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+def wide_linear(x: Tensor, weight: Tensor | Int8Weight) -> Tensor:
     """x [N, K] @ weight.T in at least float32 -> [N, O]. Products of BF16 values are exact there: none is widened."""
+    if isinstance(weight, Int8Weight):
+        return ops.linear_int8(x, weight.values, weight.scales)
     if not weight.is_cuda or weight.dtype is not torch.bfloat16:
         return ops.linear(x.to(torch.promote_types(weight.dtype, torch.float32)), weight)
     if len(x) == 0:
