@@ -168,8 +168,6 @@ static float load_shared_by_all(const float* at) { return *at; }
 static uint4 load_shared_by_all(const u16* at) { uint4 v; memcpy(&v, at, 16); return v; }
 static uint4 load_vector(const u16* at) { uint4 v; memcpy(&v, at, 16); return v; }
 static void store_vector(u16* at, uint4 v) { memcpy(at, &v, 16); }
-static void copy_vector(uint4* to, const u16* from) { memcpy(to, from, 16); }
-static void wait_for_copies() {}
 static void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     u64 words[3][32], own[3] = {a0 | (u64)a1 << 32, a2 | (u64)a3 << 32, b0 | (u64)b1 << 32};
     for (int i = 0; i < 3; i++) exchange(own[i], [&](u64* all) { memcpy(words[i], all, sizeof(words[i])); return 0; });

@@ -130,6 +130,28 @@ static void store_global(void* target, u32 a, u32 b, u32 c, u32 d) {
 static void store_global_once(void* target, u32 a, u32 b, u32 c, u32 d) { store_global(target, a, b, c, d); }
 static void store_shared(u32 target, u32 a, u32 b, u32 c, u32 d) { store_global(place(target), a, b, c, d); }
 
+static void load_bytes(u32 target, const void* source, u32 bytes, u32 barrier) {
+    send(barrier, bytes, [=] { memcpy(place(target), source, bytes); });
+}
+// Stores read shared memory when their thread waits for that.
+static std::map<int, std::vector<std::function<void()>>> storing;  // by fiber
+static void store_bytes(void* target, u32 source, u32 bytes) {
+    storing[current].push_back([=] { memcpy(target, place(source), bytes); });
+}
+static void store_commit() {}
+template <int PENDING>
+static void store_wait_read() {
+    for (auto& store : storing[current]) store();
+    storing[current].clear();
+}
+
+static uint4 load_matrices(u32 at) {
+    u32 rows[32], words[4];
+    for (int lane = 0; lane < 32; lane++) rows[lane] = __shfl_sync(~0u, at, lane);
+    for (int m = 0; m < 4; m++) memcpy(&words[m], place(rows[8 * m + threadIdx.x % 32 / 4] + threadIdx.x % 4 * 4), 4);
+    return {words[0], words[1], words[2], words[3]};
+}
+
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 // ------------------------------------------------------------------ numbers
@@ -194,6 +216,6 @@ static void more_registers() {}
 
 // Before a launch: what the one before left.
 static void forget_launch(std::mt19937* random) {
-    phased.clear(), named.clear(), on_their_way.clear(), running.clear();
+    phased.clear(), named.clear(), on_their_way.clear(), storing.clear(), running.clear();
     shuffles = random;  // threads take turns in any order
 }

@@ -162,10 +162,10 @@ def test_gate(compiled):
     for logits, bias, k, normalise, scaling in cases:
         logits = logits.contiguous()
         chosen, gates = torch.full((len(logits), k), -7, dtype=torch.int32), torch.full((len(logits), k), -7.0)
-        arguments = gate.parameters(logits, bias, chosen, gates, normalise, scaling, 2)
+        arguments = gate.parameters(logits, bias, chosen, gates, normalise, scaling)
         on_host = compiled(gate.build(logits.shape[1], k), "GateParams")
         if len(logits):
-            on_host(ctypes.byref(arguments), arguments.blocks, 1, gate.SHARED_BYTES)
+            on_host(ctypes.byref(arguments), -(-len(logits) // gate.ROWS), 1, gate.SHARED_BYTES)
         expected = moe_gate.reference(logits, bias, k, normalise, scaling)
         assert torch.equal(chosen, expected[0])
         torch.testing.assert_close(gates, expected[1], rtol=1e-6, atol=1e-7, equal_nan=True)

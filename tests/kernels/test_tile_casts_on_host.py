@@ -53,7 +53,7 @@ def test_casts(compiled, n: int, width: int, height: int, columns: int, ue8m0: b
     if height == 1:
         ranks, clusters = -(-tiles * build.defines["LANES"] // build.defines["THREADS"]), 1
     on_host = compiled(build, "CastParams")
-    on_host(ctypes.byref(casts.cast_parameters(x, codes, scales, height)), ranks, clusters, casts.shared_bytes(build))
+    on_host(ctypes.byref(casts.cast_parameters(x, codes, scales, height)), ranks, clusters, casts.SHARED_BYTES)
     expected = cast_groups.reference(x.float(), "e4m3", "ue8m0" if ue8m0 else "float32", height, columns)
     assert torch.equal(scales.nan_to_num(-1) if not ue8m0 else scales, expected[1].nan_to_num(-1))
     assert torch.equal(codes, expected[0])
@@ -73,7 +73,7 @@ def test_norm(compiled, n: int, width: int):  # noqa: F811
     x, weight = hard_rows(n, width), normal(torch.Generator().manual_seed(1), width).bfloat16()
     out = outputs(n, width, (n, width // 32), True)
     on_host = compiled(casts.norm_build(width), "FusedParams")
-    on_host(ctypes.byref(casts.fused_parameters(x, (weight, None, None), out, 1e-6)), n, 1, 4096)
+    on_host(ctypes.byref(casts.fused_parameters(x, (weight, None, None), out, 1e-6)), n, 1, casts.SHARED_BYTES)
     assert_cast_of(rms_norm.reference(x, weight, 1e-6), *out)
 
 
@@ -83,7 +83,7 @@ def test_swiglu(compiled, n: int, width: int):  # noqa: F811
     out = outputs(n, width, (n, width // 32), True)
     on_host = compiled(casts.swiglu_build(width), "FusedParams")
     blocks = -(-n * width // 8 // (2 * casts.SWIGLU_THREADS))
-    on_host(ctypes.byref(casts.fused_parameters(x, (None, None, None), out, 10.0)), blocks, 1, 4096)
+    on_host(ctypes.byref(casts.fused_parameters(x, (None, None, None), out, 10.0)), blocks, 1, casts.SHARED_BYTES)
     assert_cast_of(swiglu.reference(x, 10.0), *out)
 
 
@@ -97,7 +97,7 @@ def test_rope(compiled, n: int, heads: int, dim: int, pairs: int, inverse: bool)
     out = outputs(n, heads * dim, (n, heads * dim // 32), True)
     on_host = compiled(casts.rope_build(heads, dim, pairs), "FusedParams")
     arguments = casts.fused_parameters(x, (None, cos, sin), out, -1.0 if inverse else 1.0)
-    on_host(ctypes.byref(arguments), -(-n * heads * dim // 8 // (4 * casts.THREADS)), 1, 4096)
+    on_host(ctypes.byref(arguments), -(-n * heads * dim // 8 // (4 * casts.THREADS)), 1, casts.SHARED_BYTES)
     assert_cast_of(rope.reference(x, cos, sin, inverse), *out)
 
 

@@ -24,9 +24,6 @@ static void load_box(u32 target, const TensorMap* map, int column, int row, u32 
 static void load_box_to_both(u32 target, const TensorMap* map, int column, int row, u32 barrier) {
     for (u32 rank = 0; rank < 2; rank++) load_box(remote(target, rank), map, column, row, remote(barrier, rank));
 }
-static void load_bytes(u32 target, const void* source, u32 bytes, u32 barrier) {
-    send(barrier, bytes, [=] { memcpy(place(target), source, bytes); });
-}
 static void prefetch_map(const TensorMap*) {}
 static bool elect_one() { return threadIdx.x % 32 == 0; }
 static void let_next_kernel_start() {}

@@ -42,12 +42,6 @@ DEVICE void store_box(const TensorMap* map, u32 source, int column, int row) {
                  "r"(row), "r"(source)
                  : "memory");
 }
-DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Returns when at most PENDING of this thread's groups still read shared memory.
-template <int PENDING>
-DEVICE void store_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
 // Four 8 x 8 matrices of 16-bit values, two of a row in each lane's word; lane l points at row l % 8 of matrix l / 8.
 DEVICE void store_matrices(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d)
@@ -58,14 +52,6 @@ DEVICE void store_matrices_transposed(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
                  "r"(d)
                  : "memory");
-}
-
-// `bytes` of contiguous memory, both ends multiples of 16.
-DEVICE void load_bytes(u32 target, const void* source, u32 bytes, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-        "l"(source), "r"(bytes), "r"(barrier)
-        : "memory");
 }
 
 // Programmatic dependent launch: the next kernel of the stream may start now; what the one before wrote is there.

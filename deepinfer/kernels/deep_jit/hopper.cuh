@@ -119,6 +119,37 @@ DEVICE void store_global_once(void* target, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+// ------------------------------------------------------------------ bulk copies
+
+// `bytes` of contiguous memory, both ends multiples of 16.
+DEVICE void load_bytes(u32 target, const void* source, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+// The same from shared memory. Stores since the last commit are one group.
+DEVICE void store_bytes(void* target, u32 source, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
+                 : "memory");
+}
+DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Returns when at most PENDING of this thread's groups still read shared memory.
+template <int PENDING>
+DEVICE void store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit values, two of a row in each lane's word; lane l points at row l % 8 of matrix l / 8.
+DEVICE uint4 load_matrices(u32 at) {
+    uint4 x;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(at)
+                 : "memory");
+    return x;
+}
+
 // ------------------------------------------------------------------ numbers
 
 DEVICE float exp2_fast(float x) {

@@ -1,12 +1,8 @@
 // The parts of Hopper that selection, gate and mHC use: clusters, their shared memory, pairs of 16-bit numbers.
 #pragma once
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "../deep_jit/hopper.cuh"
 
-#define DEVICE __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 #if CLUSTER > 1
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
@@ -35,8 +31,6 @@ DEVICE void cluster_sync() {
     __syncthreads();
 #endif
 }
-
-DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 // The same place in the shared memory of another block of the cluster.
 DEVICE u32 remote(u32 address, u32 rank) {
@@ -147,20 +141,6 @@ DEVICE float fast_sqrt(float x) {
     return result;
 }
 
-// Two float32 numbers rounded to BF16.
-DEVICE u32 pack_bf16(float low, float high) {
-    u32 result;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    return result;
-}
-
-// Two float32 numbers rounded to E4M3, to 448 where they are more.
-DEVICE u32 pack_e4m3(float low, float high) {
-    u16 result;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
-    return result;
-}
-
 // Values of four E4M3 codes.
 DEVICE void widen_e4m3(u32 codes, float* value) {
     asm("{\n.reg .b16 low, high, a, b, c, d;\n.reg .b32 first, second;\n"
@@ -174,12 +154,6 @@ DEVICE void widen_e4m3(u32 codes, float* value) {
 // 8 BF16 numbers.
 DEVICE uint4 load_vector(const u16* at) { return *reinterpret_cast<const uint4*>(at); }
 DEVICE void store_vector(u16* at, uint4 v) { *reinterpret_cast<uint4*>(at) = v; }
-
-// 16 bytes on their way to shared memory, and the end of that for this thread's.
-DEVICE void copy_vector(uint4* to, const u16* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
-}
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // c [16, 8] += a [16, 16] b [16, 8] by a warp: rows lane / 4 and + 8; of a and b columns 2 (lane % 4), + 1, and + 8, + 9.
 DEVICE void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

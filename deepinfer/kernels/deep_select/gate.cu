@@ -24,7 +24,6 @@ struct GateParams {
     float* gates;
     int rows;
     int bias_stride;
-    int blocks;
     int normalise;
     float scaling;
 };
@@ -114,100 +113,94 @@ DEVICE void write(const GateParams& p, int row, const Choice& own, bool listed) 
     }
 }
 
-KERNEL(THREADS, BLOCKS) gate(const GateParams p) {
+KERNEL(THREADS, 8) gate(const GateParams p) {
     SHARED_MEMORY(memory);
     int lane = threadIdx.x % LANES, half = threadIdx.x % 32 / LANES, warp = threadIdx.x / 32;
     u32* list = reinterpret_cast<u32*>(memory) + 2 * LANES * (2 * warp + half);  // experts that reach the bound,
     u32* keys = list + LANES;  // and what they are ordered by
     float x[OWN], near[OWN];
-    int pair = blockIdx.x * WARPS + warp, pairs = (p.rows + 1) / 2, stride = p.blocks * WARPS;
+    int pair = blockIdx.x * WARPS + warp;
     follow_launch_before();
-    if (AHEAD && pair < pairs) load_own(p.logits + static_cast<long long>(min(2 * pair + half, p.rows - 1)) * EXPERTS, 0, x);
-    for (; pair < pairs; pair += stride) {
-        long long row = min(2 * pair + half, p.rows - 1);  // the last of an odd number by both halves
-        const float* logits = p.logits + row * EXPERTS;
-        const float* bias = p.bias + row * p.bias_stride;
-        if (!AHEAD) load_own(logits, 0, x);
-        load_own(bias, __uint_as_float(0xFF800000u), near);
-        float largest = __uint_as_float(0xFF800000u);
+    if (2 * pair >= p.rows) return;
+    long long row = min(2 * pair + half, p.rows - 1);  // the last of an odd number by both halves
+    const float* logits = p.logits + row * EXPERTS;
+    const float* bias = p.bias + row * p.bias_stride;
+    load_own(logits, 0, x);
+    load_own(bias, __uint_as_float(0xFF800000u), near);
+    float largest = __uint_as_float(0xFF800000u);
 #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            near[i] += near_score(x[i]);
-            largest = larger_or_nan(largest, near[i]);
-        }
-        if (AHEAD && pair + stride < pairs) {  // the next rows are on their way meanwhile
-            load_own(p.logits + static_cast<long long>(min(2 * (pair + stride) + half, p.rows - 1)) * EXPERTS, 0, x);
-        }
-        u32 bits = __float_as_uint(largest);
-        u32 key = bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
-        u32 left[2] = {half == 0 ? key : 0, half == 1 ? key : 0}, most[2], bound[2];
+    for (int i = 0; i < OWN; i++) {
+        near[i] += near_score(x[i]);
+        largest = larger_or_nan(largest, near[i]);
+    }
+    u32 bits = __float_as_uint(largest);
+    u32 key = bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
+    u32 left[2] = {half == 0 ? key : 0, half == 1 ? key : 0}, most[2], bound[2];
 #pragma unroll
-        for (int i = 0; i < K; i++) {
+    for (int i = 0; i < K; i++) {
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                bound[h] = __reduce_max_sync(ALL, left[h]);
-                if (i == 0) most[h] = bound[h];
-                if (left[h] == bound[h]) left[h] = 0;
-            }
+        for (int h = 0; h < 2; h++) {
+            bound[h] = __reduce_max_sync(ALL, left[h]);
+            if (i == 0) most[h] = bound[h];
+            if (left[h] == bound[h]) left[h] = 0;
         }
-        u32 own_most = half == 0 ? most[0] : most[1], own_bound = half == 0 ? bound[0] : bound[1], reach = 0;
-        bool finite = own_most < 0xFF800000u && own_bound > 0x007FFFFFu;
-        float least = __uint_as_float(own_bound >> 31 ? own_bound & 0x7FFFFFFFu : ~own_bound);
-        least -= 4e-3f + fabsf(least) * 1e-6f;
+    }
+    u32 own_most = half == 0 ? most[0] : most[1], own_bound = half == 0 ? bound[0] : bound[1], reach = 0;
+    bool finite = own_most < 0xFF800000u && own_bound > 0x007FFFFFu;
+    float least = __uint_as_float(own_bound >> 31 ? own_bound & 0x7FFFFFFFu : ~own_bound);
+    least -= 4e-3f + fabsf(least) * 1e-6f;
 #pragma unroll
-        for (int i = 0; i < OWN; i++) reach = __funnelshift_l(__float_as_uint(near[i] - least), reach, 1);
-        reach = finite ? ~reach << (32 - OWN) : 0;  // the first expert's is the highest bit
-        // Places in the list: lanes have up to 7 experts, one of more is left to a whole warp.
-        int own_count = __popc(reach), shift = LANES * half;
-        u32 ones = __ballot_sync(ALL, own_count & 1) >> shift & 0xFFFF;
-        u32 twos = __ballot_sync(ALL, own_count & 2) >> shift & 0xFFFF;
-        u32 fours = __ballot_sync(ALL, own_count & 4) >> shift & 0xFFFF;
-        u32 many = __ballot_sync(ALL, own_count > 7) >> shift & 0xFFFF;
-        u32 below = (1u << lane) - 1;
-        int count = __popc(ones) + 2 * __popc(twos) + 4 * __popc(fours);
-        int place = __popc(ones & below) + 2 * __popc(twos & below) + 4 * __popc(fours & below);
-        bool listed = finite && many == 0 && count <= LANES;
-        for (u32 left_over = listed ? reach : 0; left_over != 0; place++) {
-            int i = __clz(left_over);
-            list[place] = expert_of(i);
-            left_over ^= 0x80000000u >> i;
-        }
-        __syncwarp();
-        Choice own;
-        bool has = listed && lane < count;
-        own.expert = has ? list[lane] : 0;
-        own.score = score_of(logits[own.expert]);
-        u32 exact = has ? key_of(own.score + bias[own.expert]) : 0;
-        keys[lane] = exact;
-        __syncwarp();
-        own.rank = has ? 0 : 32;
+    for (int i = 0; i < OWN; i++) reach = __funnelshift_l(__float_as_uint(near[i] - least), reach, 1);
+    reach = finite ? ~reach << (32 - OWN) : 0;  // the first expert's is the highest bit
+    // Places in the list: lanes have up to 7 experts, one of more is left to a whole warp.
+    int own_count = __popc(reach), shift = LANES * half;
+    u32 ones = __ballot_sync(ALL, own_count & 1) >> shift & 0xFFFF;
+    u32 twos = __ballot_sync(ALL, own_count & 2) >> shift & 0xFFFF;
+    u32 fours = __ballot_sync(ALL, own_count & 4) >> shift & 0xFFFF;
+    u32 many = __ballot_sync(ALL, own_count > 7) >> shift & 0xFFFF;
+    u32 below = (1u << lane) - 1;
+    int count = __popc(ones) + 2 * __popc(twos) + 4 * __popc(fours);
+    int place = __popc(ones & below) + 2 * __popc(twos & below) + 4 * __popc(fours & below);
+    bool listed = finite && many == 0 && count <= LANES;
+    for (u32 left_over = listed ? reach : 0; left_over != 0; place++) {
+        int i = __clz(left_over);
+        list[place] = expert_of(i);
+        left_over ^= 0x80000000u >> i;
+    }
+    __syncwarp();
+    Choice own;
+    bool has = listed && lane < count;
+    own.expert = has ? list[lane] : 0;
+    own.score = score_of(logits[own.expert]);
+    u32 exact = has ? key_of(own.score + bias[own.expert]) : 0;
+    keys[lane] = exact;
+    __syncwarp();
+    own.rank = has ? 0 : 32;
 #pragma unroll
-        for (int i = 0; i < LANES; i += 4) {
-            uint4 others = *reinterpret_cast<const uint4*>(keys + i);
-            own.rank += others.x > exact, own.rank += others.y > exact;
-            own.rank += others.z > exact, own.rank += others.w > exact;
+    for (int i = 0; i < LANES; i += 4) {
+        uint4 others = *reinterpret_cast<const uint4*>(keys + i);
+        own.rank += others.x > exact, own.rank += others.y > exact;
+        own.rank += others.z > exact, own.rank += others.w > exact;
+    }
+    // Every rank once, or there are equal ones.
+    u32 ranks = __reduce_add_sync(ALL, own.rank < K && K <= LANES ? (1u << own.rank) << shift : 0);
+    bool differ = (ranks >> shift & 0xFFFF) == (1u << K % 32) - 1;
+    if (__ballot_sync(ALL, listed && !differ) != 0) {
+        int rank = has ? 0 : 32;
+        for (int i = 0; i < LANES; i++) {
+            u32 other = keys[i], expert = __shfl_sync(ALL, static_cast<u32>(own.expert), shift + i);
+            rank += other > exact || (other == exact && expert < static_cast<u32>(own.expert));
         }
-        // Every rank once, or there are equal ones.
-        u32 ranks = __reduce_add_sync(ALL, own.rank < K && K <= LANES ? (1u << own.rank) << shift : 0);
-        bool differ = (ranks >> shift & 0xFFFF) == (1u << K % 32) - 1;
-        if (__ballot_sync(ALL, listed && !differ) != 0) {
-            int rank = has ? 0 : 32;
-            for (int i = 0; i < LANES; i++) {
-                u32 other = keys[i], expert = __shfl_sync(ALL, static_cast<u32>(own.expert), shift + i);
-                rank += other > exact || (other == exact && expert < static_cast<u32>(own.expert));
-            }
-            own.rank = rank;
-        }
-        write<LANES>(p, row, own, listed);
-        u32 unlisted = __ballot_sync(ALL, !listed);
+        own.rank = rank;
+    }
+    write<LANES>(p, row, own, listed);
+    u32 unlisted = __ballot_sync(ALL, !listed);
 #pragma unroll 1
-        for (int h = 0; h < 2 && unlisted != 0; h++) {
-            if ((unlisted >> LANES * h & 1) == 0) continue;
-            int of_half = min(2 * pair + h, p.rows - 1);
-            const float* row_logits = p.logits + static_cast<long long>(of_half) * EXPERTS;
-            const float* row_bias = p.bias + static_cast<long long>(of_half) * p.bias_stride;
-            write<32>(p, of_half, choose_among_all(row_logits, row_bias), true);
-        }
-        __syncwarp();
+    for (int h = 0; h < 2 && unlisted != 0; h++) {
+        if ((unlisted >> LANES * h & 1) == 0) continue;
+        int of_half = min(2 * pair + h, p.rows - 1);
+        const float* row_logits = p.logits + static_cast<long long>(of_half) * EXPERTS;
+        const float* row_bias = p.bias + static_cast<long long>(of_half) * p.bias_stride;
+        write<32>(p, of_half, choose_among_all(row_logits, row_bias), true);
     }
 }

@@ -15,8 +15,7 @@ from deepinfer.kernels.deep_select.top_k import is_hopper
 
 logger = logging.getLogger(__name__)
 
-WARPS, ROWS = 4, 8  # of a block, rows at a time
-BLOCKS = 5  # of a multiprocessor
+WARPS, ROWS = 4, 8  # of a block
 SHARED_BYTES = WARPS * 64 * 4
 LARGEST_K, MOST_EXPERTS = 32, 512
 
@@ -29,7 +28,6 @@ class _Params(ctypes.Structure):
         ("gates", ctypes.c_void_p),
         ("rows", ctypes.c_int),
         ("bias_stride", ctypes.c_int),
-        ("blocks", ctypes.c_int),
         ("normalise", ctypes.c_int),
         ("scaling", ctypes.c_float),
     ]
@@ -55,19 +53,12 @@ def _kernel(experts: int, k: int, device: int) -> Kernel | None:
     return kernel
 
 
-@cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def parameters(
-    logits: Tensor, bias: Tensor, chosen: Tensor, gates: Tensor, normalise: bool, scaling: float, most_blocks: int
-) -> _Params:
+def parameters(logits: Tensor, bias: Tensor, chosen: Tensor, gates: Tensor, normalise: bool, scaling: float) -> _Params:
     """Arguments of the kernel; all tensors contiguous."""
     rows, experts = logits.shape
     return _Params(
         logits.data_ptr(), bias.data_ptr(), chosen.data_ptr(), gates.data_ptr(), rows,
-        experts if bias.dim() == 2 else 0, max(min(-(-rows // ROWS), most_blocks), 1), normalise, scaling,
+        experts if bias.dim() == 2 else 0, normalise, scaling,
     )  # fmt: skip
 
 
@@ -87,7 +78,6 @@ def choose_experts(
     chosen = torch.empty(n, k, dtype=torch.int32, device=logits.device)
     gates = torch.empty(n, k, dtype=torch.float32, device=logits.device)
     if n:
-        most_blocks = BLOCKS * _processors(logits.device.index)
-        arguments = parameters(logits, bias, chosen, gates, normalise, scaling, most_blocks)
-        kernel.launch((arguments.blocks, 1, 1), (32 * WARPS, 1, 1), arguments, starts_early=True)
+        arguments = parameters(logits, bias, chosen, gates, normalise, scaling)
+        kernel.launch((-(-n // ROWS), 1, 1), (32 * WARPS, 1, 1), arguments, starts_early=True)
     return chosen, gates

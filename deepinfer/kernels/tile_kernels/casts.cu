@@ -2,11 +2,11 @@
 //
 // cast_lines: a scale for GROUP adjacent values of a row; LANES threads keep them in registers.
 // cast_tiles: a scale for ROWS rows of COLUMNS columns, which a block of threads keeps in registers.
-// cast_channels: a scale for each column of the rows of a cluster's blocks, which send each other their maxima. A thread
-// keeps HELD of its vectors in shared memory, the others in registers: all rows are on the card at a time then.
+// cast_channels: a scale for each column of the rows of a cluster's blocks, which keep them in registers and send each
+// other their maxima.
 //
 // Macros: UE8M0, CLUSTER, THREADS, BLOCKS (on a multiprocessor); GROUP, LANES, WIDTH (of a row); or ROWS (of a block),
-// COLUMNS, CHANNELS, HELD.
+// COLUMNS, CHANNELS.
 #include "casts.cuh"
 
 struct CastParams {
@@ -103,13 +103,10 @@ struct Columns {
     }
 };
 
-#define IN_REGISTERS (VECTORS - HELD)
-
 KERNEL(THREADS, BLOCKS) CLUSTER_DIMS cast_channels(const CastParams p) {
     SHARED_MEMORY(memory);
-    uint4* held = reinterpret_cast<uint4*>(memory);                     // [HELD, THREADS]
-    u32* of_warps = reinterpret_cast<u32*>(held + HELD * THREADS);      // [WARPS, PAIRS]
-    u32* of_blocks = of_warps + WARPS * PAIRS;                          // [CLUSTER, PAIRS]
+    u32* of_warps = reinterpret_cast<u32*>(memory);  // [WARPS, PAIRS]
+    u32* of_blocks = of_warps + WARPS * PAIRS;       // [CLUSTER, PAIRS]
     float* scales = reinterpret_cast<float*>(of_blocks + CLUSTER * PAIRS);  // [COLUMNS]
     float* inverses = scales + COLUMNS;
     u32* keeps = reinterpret_cast<u32*>(inverses + COLUMNS);
@@ -121,25 +118,12 @@ KERNEL(THREADS, BLOCKS) CLUSTER_DIMS cast_channels(const CastParams p) {
     const u16* source = p.x + first * p.stride + strip * COLUMNS + column;
     cluster_arrive();
     follow_launch_before();
-    uint4 words[IN_REGISTERS], none = {0, 0, 0, 0};
+    uint4 words[VECTORS], none = {0, 0, 0, 0};
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-        bool inside = first + v * AT_ONCE < end;
-        const u16* at = source + v * AT_ONCE * p.stride;
-        if (v < IN_REGISTERS) {
-            words[v] = inside ? load_vector(at) : none;
-        } else if (inside) {
-            copy_vector(held + (v - IN_REGISTERS) * THREADS + thread, at);
-        } else {
-            held[(v - IN_REGISTERS) * THREADS + thread] = none;
-        }
-    }
+    for (int v = 0; v < VECTORS; v++) words[v] = first + v * AT_ONCE < end ? load_vector(source + v * AT_ONCE * p.stride) : none;
     u32 largest[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int v = 0; v < IN_REGISTERS; v++) widen_sizes(words[v], largest);
-    wait_for_copies();
-#pragma unroll
-    for (int v = 0; v < HELD; v++) widen_sizes(held[v * THREADS + thread], largest);
+    for (int v = 0; v < VECTORS; v++) widen_sizes(words[v], largest);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
 #pragma unroll
@@ -177,9 +161,8 @@ KERNEL(THREADS, BLOCKS) CLUSTER_DIMS cast_channels(const CastParams p) {
     u8* target = p.codes + static_cast<long long>(first) * p.width + strip * COLUMNS + column;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
-        uint4 word = v < IN_REGISTERS ? words[v] : held[(v - IN_REGISTERS) * THREADS + thread];
         uint2* at = reinterpret_cast<uint2*>(target + static_cast<long long>(v * AT_ONCE) * p.width);
-        if (first + v * AT_ONCE < end) *at = columns.codes(word);
+        if (first + v * AT_ONCE < end) *at = columns.codes(words[v]);
     }
 }
 

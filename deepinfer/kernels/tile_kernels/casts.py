@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 VECTOR = 8  # values of a load
 THREADS, SWIGLU_THREADS = 256, 128  # of a block
-STRIPS = 128, 64, 32  # columns of a block or cluster with a scale for each; the widest of few rows
+STRIPS, FEW_ROWS = (128, 64, 32), 128  # columns of a block or cluster with a scale for each; the widest of few rows
 CLUSTER, STRIP_ROWS = 8, 512  # blocks of a cluster, and most rows of one
+SHARED_BYTES = 4096  # at least what any kernel here lays out
 GROUP = 32  # values with a scale behind another operation
 LARGEST_GRID = 65535
 MOST_VECTORS = 1 << 31
@@ -61,19 +62,19 @@ def strip_of(height: int, columns: int, width: int) -> int:
     """Columns that a block or a cluster takes."""
     if columns > 1:
         return columns
-    return next((strip for strip in STRIPS[height > 128 :] if width % strip == 0), STRIPS[-1])
+    return next((strip for strip in STRIPS[height > FEW_ROWS :] if width % strip == 0), STRIPS[-1])
 
 
 def tiles_build(strip: int, height: int, columns: int, ue8m0: bool) -> Build:
     """A scale for `height` rows and `columns` columns; columns 1: rows of one block or of a cluster's."""
-    common = {"UE8M0": int(ue8m0), "THREADS": THREADS, "COLUMNS": strip}
+    common = {"UE8M0": int(ue8m0), "COLUMNS": strip}
     if columns > 1:
-        return _build("cast_tiles", "casts.cu", CHANNELS=0, ROWS=height, BLOCKS=4, **common)
+        return _build("cast_tiles", "casts.cu", CHANNELS=0, ROWS=height, THREADS=THREADS, BLOCKS=4, **common)
     cluster = 1 if height <= STRIP_ROWS else CLUSTER
-    at_once = THREADS * VECTOR // strip
-    vectors = -(-height // (cluster * at_once))
-    held, blocks = (vectors - 6, 5) if vectors > 8 else (0, 4)
-    shape = {"ROWS": vectors * at_once, "HELD": held, "CLUSTER": cluster, "BLOCKS": blocks}
+    threads = THREADS if height <= FEW_ROWS else 2 * THREADS
+    at_once = threads * VECTOR // strip
+    rows = -(-height // (cluster * at_once)) * at_once
+    shape = {"ROWS": rows, "CLUSTER": cluster, "THREADS": threads, "BLOCKS": 1024 // threads}
     return _build("cast_channels", "casts.cu", CHANNELS=1, **shape, **common)
 
 
@@ -90,11 +91,6 @@ def rope_build(heads: int, dim: int, pairs: int) -> Build:
     return _build("rope_cast", "fused_casts.cu", THREADS=THREADS, BLOCKS=5, **shape)
 
 
-def shared_bytes(build: Build) -> int:
-    """What a block of threads is given: vectors that it keeps, and at least what is beside them."""
-    return 4096 + 16 * int(build.defines.get("HELD", 0)) * int(build.defines["THREADS"])
-
-
 def builds() -> list[Build]:
     """What V4.1-Flash would launch: for `deepinfer kernels warmup`."""
     return [
@@ -105,7 +101,7 @@ def builds() -> list[Build]:
 
 @cache
 def _kernel(build: Callable[..., Build], device: int, *arguments: int) -> Kernel | None:
-    kernel = Kernel(build(*arguments), shared_bytes(build(*arguments)))
+    kernel = Kernel(build(*arguments), SHARED_BYTES)
     try:
         kernel.load()
     except CompileError as error:
