@@ -148,10 +148,12 @@ def start_sequences(
     reader: Callable[[], Reader[Piece]],
     ticket: Ticket,
     param: str,
+    scores_once: bool = False,
 ) -> list[RunningSequence[Piece]]:
     """`n` sequences of each prompt, in order of their choice index.  Nothing runs before `streams.Generation.run`.
 
     Every prompt is checked first, so that a bad one is a 400 (naming `param`) and nothing has started.
+    scores_once: of the n only the first brings the log-probabilities of the prompt.
     """
     state.check_serving()
     places = iter(state.admission.admit(ticket, len(prompts) * n))
@@ -162,7 +164,8 @@ def start_sequences(
         for choice in range(n):
             # Choices of one request are separate requests to the engine: each can stop at its own stop string.
             seed = None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1)
-            one = replace(params, seed=seed)
+            asked = None if scores_once and choice else params.prompt_logprobs
+            one = replace(params, seed=seed, prompt_logprobs=asked)
             try:
                 state.text.engine.check(prompt, one)
             except ValueError as error:
