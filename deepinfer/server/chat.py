@@ -139,6 +139,7 @@ class ChatAnswer(Answer):
         return line_of(self._finished(choice, choice.stream.text_chunk(key, "\0"))).split(b'"\\u0000"')
 
     def body(self) -> dict[str, Any]:
+        """The whole answer."""
         responses = [choice.stream.response() for choice in self.choices]
         for choice, response in zip(self.choices, responses, strict=True):
             self._show_reasoning(response["choices"][0], "message")

@@ -118,6 +118,7 @@ class CompletionAnswer(Answer):
         }
 
     def body(self) -> dict[str, Any]:
+        """The whole answer."""
         choices = [self._choice(choice, self._echo(choice) + choice.text, choice) for choice in self.choices]
         return self.head | {"choices": choices, "usage": self.usage()}
 
@@ -138,6 +139,7 @@ class CompletionAnswer(Answer):
         return [self.head | {"choices": [], "usage": self.usage()}] if self._include_usage else []
 
     def usage(self) -> dict[str, Any]:
+        """Of all choices; a prompt counts once for its `n`."""
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self.choices}  # a prompt counts once for its n
         return usage_body(sum(prompts.values()), sum(len(choice.token_ids) for choice in self.choices))
 

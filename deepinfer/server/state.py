@@ -72,6 +72,7 @@ class ServerState:
             await self.text.engine.pause(False)
 
     def check_model(self, name: str | None) -> None:
+        """ApiError 404 for a model that is not served."""
         if name is not None and name != self.text.name:
             message = f"model must be {self.text.name!r}, got {name[:200]!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
@@ -95,6 +96,7 @@ class ServerState:
 
 
 def server_state(request: Request) -> ServerState:
+    """What the application keeps for all requests."""
     return request.app.state.server
 
 
@@ -113,6 +115,7 @@ def open_ticket(request: Request, prefix: str) -> Ticket:
 
 
 def owner_of(request: Request) -> str:
+    """What tells the request's API key from others; "" without keys."""
     return getattr(request.state, "owner", "")
 
 
