@@ -30,7 +30,8 @@ ALLOWED = {
     "engine": HOST,
     "recipe": set(),
     "checkpoint_tokenizer": {"config", "recipe"},
-    "llm": HOST | {"recipe", "checkpoint_tokenizer"},
+    "llm": HOST | {"recipe", "checkpoint_tokenizer", "beam_search"},
+    "beam_search": {"errors", "outputs", "params"},
     "train": SHARED | {"models", "kernels", "recipe", "llm", "params", "bench"},  # answers questions, records results
     "deepspec": SHARED | {"models", "kernels", "train", "llm", "recipe"},  # the target answers through llm
     "server": HOST | {"recipe", "checkpoint_tokenizer"},
