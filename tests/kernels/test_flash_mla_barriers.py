@@ -19,8 +19,6 @@ from tests.kernels.test_flash_mla_on_host import ENTRY, IMITATED
 pytestmark = needs_compiler
 CALL = re.compile(r"\b(?:barrier_wait|wait_for_half|barrier_arrive\w*|arrive_warp|wgmma_wait<\d>|meet<\w+>)\([^;{]*\);")
 CHOOSE = 'static int left_out = -1;\nextern "C" void leave_out(int number) { left_out = number; }\n'
-# The other group has waited for the same half before it handed over its probabilities.
-IMPLIED = ["wait_for_half(barriers.ready(0, 1), parity);", "wait_for_half(barriers.ready(1, 0), parity);"]
 SEEDS = 8
 
 
@@ -65,7 +63,7 @@ def attention(folder: Path) -> Callable[[int, int], Tensor | None]:
 def test_a_missing_barrier_shows(tmp_path: Path) -> None:
     copy_sources(tmp_path, SOURCE, IMITATED)
     barriers = number_barriers(tmp_path)
-    assert len(barriers) > 30
+    assert len(barriers) > 25
     launch = attention(tmp_path)
     right = launch(-1, 0)
     assert right is not None and right.isfinite().all()
@@ -75,4 +73,4 @@ def test_a_missing_barrier_shows(tmp_path: Path) -> None:
         return any((out := launch(number, seed)) is None or not torch.equal(out, right) for seed in range(SEEDS))
 
     unseen = {number: call for number, call in enumerate(barriers) if not shows(number)}
-    assert sorted(unseen.values()) == IMPLIED, unseen
+    assert not unseen
