@@ -8,10 +8,12 @@ print(outputs[0].outputs[0].text)
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from deepinfer.beam_search import Beam, BeamSearchParams, beam_search
 from deepinfer.checkpoint_tokenizer import load_tokenizer
 from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.engine import Engine
@@ -77,8 +79,7 @@ class LLM:
         Raises:
             ValueError: naming the field and the prompt's number; then nothing has been run.
         """
-        one_prompt = _is_one_prompt(prompts)
-        prompt_list: list[Any] = [prompts] if one_prompt else _listed("prompts", prompts, "text, token ids")
+        prompt_list = _prompt_list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
         params_list = (
             [params] * len(prompt_list)
@@ -87,18 +88,7 @@ class LLM:
         )
         if len(params_list) != len(prompt_list):
             raise ValueError(f"sampling_params must be one or {len(prompt_list)}, got {len(params_list)}")
-        token_ids = []
-        grammars = [_compiled(self.engine, each) for each in params_list]  # side by side
-        for number, (prompt, each, grammar) in enumerate(zip(prompt_list, params_list, grammars, strict=True)):
-            try:
-                token_ids.append(self._encode(prompt))
-                self.engine.validate(token_ids[-1], each)
-                if each.stop and self.tokenizer is None:
-                    raise ValueError("stop needs a tokenizer, this model has none")
-                if grammar is not None:
-                    grammar.result()
-            except ValueError as error:
-                raise ValueError(f"prompt {number}: {error}" if len(prompt_list) > 1 else str(error)) from None
+        token_ids = self._checked(prompt_list, params_list)
         results = [_Result(next(self._request_ids), each, self.tokenizer) for each in params_list]
         by_id = {result.request_id: result for result in results}
         try:
@@ -146,6 +136,54 @@ class LLM:
                 raise ValueError(f"{where}{getattr(error, 'param', None) or 'messages'}: {error}") from None
         return self.generate(prompts, sampling_params, progress)
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[list[Beam]]:
+        """The likeliest continuations of every prompt, best first.
+
+        Args:
+            prompts: as of `generate`.
+
+        Raises:
+            ValueError: naming the field and the prompt's number; then nothing has been run.
+        """
+        prompt_list = _prompt_list(prompts)
+        first = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, ignore_eos=True)
+        token_ids = self._checked(prompt_list, [first] * len(prompt_list))
+
+        def likeliest(sequences: list[list[int]], count: int) -> list[list[tuple[int, float]]]:
+            tops = []
+            for output in self.generate(sequences, replace(first, logprobs=count)):
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                [entry] = output.outputs[0].logprobs or []
+                tops.append(entry.top)
+            return tops
+
+        found = beam_search(token_ids, params, self.engine.eos_token_ids, self.engine.max_model_len, likeliest)
+        return [[replace(beam, text=self._text_of(beam)) for beam in beams] for beams in found]
+
+    def _text_of(self, beam: Beam) -> str:
+        if self.tokenizer is None:
+            return ""
+        whole = CompletionOutput(0, list(beam.token_ids), finish_reason=beam.finish_reason)
+        _Text(self.tokenizer, ()).add(whole)
+        return whole.text
+
+    def _checked(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Sequence[int]]:
+        """Token ids of prompts that can run. Raises ValueError naming the prompt's number."""
+        token_ids = []
+        grammars = [_compiled(self.engine, each) for each in params]  # side by side
+        for number, (prompt, each, grammar) in enumerate(zip(prompts, params, grammars, strict=True)):
+            try:
+                token_ids.append(self._encode(prompt))
+                self.engine.validate(token_ids[-1], each)
+                if each.stop and self.tokenizer is None:
+                    raise ValueError("stop needs a tokenizer, this model has none")
+                if grammar is not None:
+                    grammar.result()
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from None
+        return token_ids
+
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
@@ -166,8 +204,10 @@ def _compiled(engine: Engine, params: Any) -> Future[Grammar] | None:
     return engine.compile(params.so_args)
 
 
-def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int))
+def _prompt_list(prompts: Any) -> list[Any]:
+    """One prompt, text or token ids, as a list of it."""
+    is_ids = isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+    return [prompts] if isinstance(prompts, str) or is_ids else _listed("prompts", prompts, "text, token ids")
 
 
 def _listed(field: str, value: Any, one: str) -> list[Any]:

@@ -11,12 +11,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deepinfer"
 
 # What each part may import of deepinfer besides itself.  A new package must be added here.
-SHARED = {"errors", "envs", "params", "outputs", "config", "terminal"}
+SHARED = {"errors", "envs", "params", "outputs", "config", "terminal", "files"}
 HOST = SHARED | {"engine", "models", "kernels", "sampling", "speculation", "structured", "observability"}
 ALLOWED = {
     "errors": set(),
     "envs": {"errors"},
     "terminal": set(),
+    "files": set(),
     "params": {"errors", "structured"},
     "structured": {"errors", "envs", "checkpoint_tokenizer"},
     "outputs": set(),
@@ -29,7 +30,8 @@ ALLOWED = {
     "engine": HOST,
     "recipe": set(),
     "checkpoint_tokenizer": {"config", "recipe"},
-    "llm": HOST | {"recipe", "checkpoint_tokenizer"},
+    "llm": HOST | {"recipe", "checkpoint_tokenizer", "beam_search"},
+    "beam_search": {"errors", "outputs", "params"},
     "train": SHARED | {"models", "kernels", "recipe", "llm", "params", "bench"},  # answers questions, records results
     "deepspec": SHARED | {"models", "kernels", "train", "llm", "recipe"},  # the target answers through llm
     "server": HOST | {"recipe", "checkpoint_tokenizer"},

@@ -5,7 +5,6 @@ the file says what was measured, not what was hoped for.
 """
 
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -15,6 +14,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from deepinfer.files import replacing
 
 RESULTS_DIR = Path("benchmarks/results")
 _PACKAGES = ("deepinfer", "torch", "transformers", "triton", "tilelang", "numpy", "llguidance", "xgrammar")
@@ -98,9 +99,9 @@ def save(area: str, records: Iterable[Record], directory: Path = RESULTS_DIR) ->
     merged = {(record.name, record.device): record for record in (load(path) if path.exists() else [])}
     merged.update({(record.name, record.device): record for record in records})
     directory.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps([asdict(record) for record in merged.values()], indent=1, ensure_ascii=False) + "\n")
-    os.replace(partial, path)
+    text = json.dumps([asdict(record) for record in merged.values()], indent=1, ensure_ascii=False)
+    with replacing(path) as part:
+        part.write_text(text + "\n")
     return path
 
 

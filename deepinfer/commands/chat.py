@@ -119,6 +119,7 @@ class Session:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def loop(self) -> None:
+        """Ask for lines and answer them, until the input ends."""
         try:
             import readline  # noqa: F401  line editing and history for input()
         except ImportError:

@@ -56,18 +56,21 @@ MEASURED: Group = ASKED | {"draft": (Draft, None), "length": (Length, 1024), "pl
 
 
 def folder_of(target: str) -> Path:
+    """The target's folder. Raises ValueError naming what is not there."""
     from deepinfer.engine.model_path import resolve_model
 
     return resolve_model(target)
 
 
 def loss_weights(how: dict[str, Any]) -> LossWeights:
+    """The weights of the loss as asked for."""
     from deepinfer.deepspec.losses import LossWeights
 
     return LossWeights(gamma=how["gamma"], coldest=how["coldest"], at_one=how["at_one"])
 
 
 def check_plot(how: dict[str, Any]) -> None:
+    """Raises ValueError for a picture that cannot be drawn, before any work is done."""
     if how["plot"] is not None:
         from deepinfer.deepspec.plots import check_picture
 

@@ -54,6 +54,7 @@ def doctor(json_output: bool = typer.Option(False, "--json", help="Print the che
 
 
 def print_checks(checks: list[Check]) -> None:
+    """The report as a table."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -77,6 +78,7 @@ def print_checks(checks: list[Check]) -> None:
 
 
 def run_checks() -> Iterator[Check]:
+    """All checks, in the order of the report."""
     yield from check_system()
     yield from check_compiler()
     yield from check_torch()
@@ -87,6 +89,7 @@ def run_checks() -> Iterator[Check]:
 
 
 def check_system() -> Iterator[Check]:
+    """Python, the machine and its room."""
     from deepinfer.bench.results import cpu_name
     from deepinfer.engine.memory import available_memory
 
@@ -116,12 +119,14 @@ def home_dir() -> Path:
 
 
 def available_cpus() -> set[int]:
+    """Numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def cpu_flags() -> set[str]:
+    """Features of the CPU as Linux names them; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -130,6 +135,7 @@ def cpu_flags() -> set[str]:
 
 
 def check_compiler() -> Iterator[Check]:
+    """A C compiler, for the CPU kernels."""
     from deepinfer.kernels.cpu.build import find_compiler
 
     command = find_compiler()
@@ -145,6 +151,7 @@ def check_compiler() -> Iterator[Check]:
 
 
 def check_torch() -> Iterator[Check]:
+    """PyTorch and its threads."""
     try:
         import torch
     except ImportError as error:
@@ -160,6 +167,7 @@ def check_torch() -> Iterator[Check]:
 
 
 def check_gpu() -> Iterator[Check]:
+    """CUDA devices, and why there are none."""
     try:
         import torch
     except ImportError:
@@ -182,6 +190,7 @@ def check_gpu() -> Iterator[Check]:
 
 
 def check_optional() -> Iterator[Check]:
+    """Packages that some commands need."""
     wanted = {
         "triton": "GPU kernels; comes with a CUDA build of PyTorch",
         "transformers": "only for `deepinfer bench throughput`, extra `dev`",
@@ -197,6 +206,7 @@ def check_optional() -> Iterator[Check]:
 
 
 def check_kernels() -> Iterator[Check]:
+    """Which operations run compiled."""
     try:
         from deepinfer.kernels.cpu import cpu_backend_status
         from deepinfer.kernels.registry import FORCE_REFERENCE, OPERATIONS
@@ -220,6 +230,7 @@ def check_kernels() -> Iterator[Check]:
 
 
 def check_model() -> Iterator[Check]:
+    """The shipped checkpoint."""
     directory = Path(__file__).parent.parent / "checkpoints" / "nano"
     missing = [name for name in ("config.json", "tokenizer.json") if not (directory / name).exists()]
     shards = sorted(directory.glob("*.safetensors"))

@@ -98,6 +98,7 @@ async def answer_all(requests: list[dict[str, Any]], model: str, config: EngineC
 
 
 def answer_line(custom_id: str, answer: httpx.Response) -> dict[str, Any]:
+    """A line of the output file, in OpenAI's batch format."""
     response = {
         "status_code": answer.status_code,
         "request_id": answer.headers.get("x-request-id"),

@@ -9,6 +9,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from deepinfer.files import replacing
+
 
 def save_whole(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """A safetensors file, written beside `path` and put in its place; readable by those who can read the folder.
@@ -16,21 +18,18 @@ def save_whole(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
     Raises:
         OSError: it cannot be written; what was there before stays.
     """
-    part = path.with_suffix(".tmp")
-    try:
-        save_file(tensors, part, metadata=metadata)
-    except SafetensorError as error:
-        part.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written: {error}") from None
-    part.chmod(0o644)
-    part.replace(path)
+    with replacing(path) as part:
+        try:
+            save_file(tensors, part, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from None
+        part.chmod(0o644)
 
 
 def replace_text(path: Path, text: str) -> None:
     """The same of a text file."""
-    part = path.with_suffix(".tmp")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def check_output_folder(folder: Path) -> None:

@@ -56,10 +56,12 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
+        """Whether the thread runs and takes requests."""
         return self._stopped is None
 
     @property
     def state(self) -> Literal["ready", "dead"]:
+        """As EngineClient says it, for /health: an engine in this process runs or it is dead."""
         return "ready" if self._stopped is None else "dead"
 
     def generate(
@@ -123,6 +125,7 @@ class AsyncEngine:
 
     @property
     def device(self) -> str:
+        """What the model runs on."""
         return self._engine.config.device
 
     def stats(self) -> EngineStats:

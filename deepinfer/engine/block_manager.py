@@ -15,6 +15,8 @@ NULL_BLOCK = 0
 
 
 class AllocStatus(Enum):
+    """What `can_allocate` answers: there is room now, there may be later, there never will be."""
+
     OK = "ok"
     LATER = "later"  # not enough free blocks now
     NEVER = "never"  # more blocks than the pool has

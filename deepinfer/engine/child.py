@@ -94,10 +94,12 @@ class Child:
 
 
 def ending(code: int) -> str:
+    """How a process ended, from its exit code, for an error."""
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def died_loading(code: int) -> EngineStoppedError:
+    """What requests are told when the process ended before it was ready."""
     return EngineStoppedError(f"the engine process {ending(code)} while it loaded the model")
 
 

@@ -77,6 +77,7 @@ class PrefillCost:
 
     @property
     def is_known(self) -> bool:
+        """Whether enough steps were seen to plan with it."""
         return self.num_observed >= MIN_OBSERVATIONS
 
     def observe(self, starts: Sequence[int], counts: Sequence[int], milliseconds: float) -> None:

@@ -119,6 +119,7 @@ class EngineClient:
 
     @property
     def is_running(self) -> bool:
+        """Whether the process is ready for requests."""
         return self.state == "ready"
 
     @property

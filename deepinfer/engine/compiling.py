@@ -50,6 +50,7 @@ class Compiling:
         grammar.add_done_callback(done)
 
     def enter_done(self) -> None:
+        """Let requests enter whose grammar is there or has failed; in the engine's thread."""
         while self._done:
             request_id, waiting = self._done.popleft()
             if self._waiting.get(request_id) is waiting:  # else it was aborted, and its id may have been used again

@@ -14,6 +14,7 @@ class Deadlines:
         return len(self._due)
 
     def add(self, request_id: str, due: float) -> None:
+        """`due`: seconds on the monotonic clock."""
         self._due[request_id] = due
         self._first = min(self._first, due)
 

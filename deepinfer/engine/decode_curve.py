@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ import deepinfer
 from deepinfer import envs
 from deepinfer.config.engine import INT32_MAX, MAX_STEP_MS, EngineConfig
 from deepinfer.errors import shown
+from deepinfer.files import replacing
 from deepinfer.kernels.cpu.build import BuildError, cache_dir, cpu_features
 
 logger = logging.getLogger(__name__)
@@ -111,15 +110,9 @@ def _read(path: Path, key: dict[str, Any]) -> DecodeCurve | None:
 
 
 def _write(path: Path, key: dict[str, Any], curve: DecodeCurve) -> None:
-    """Renamed into place: another process reads the old file or the new one, never half of it."""
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="decode-curve-", delete=False) as file:
-            temporary = file.name
-            json.dump({"key": key, "points": curve.points}, file)
-        os.replace(temporary, path)
+        with replacing(path) as part:
+            part.write_text(json.dumps({"key": key, "points": curve.points}))
     except OSError as error:
         logger.warning("the decode curve is not kept: %s", error.strerror or error)
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)

@@ -226,6 +226,7 @@ class Engine:
         self.observer.guard(self.observer.before_step)
 
     def has_unfinished_requests(self) -> bool:
+        """Whether there is anything to `step` for."""
         return bool(self.requests)
 
     @torch.inference_mode()
@@ -364,6 +365,7 @@ class Engine:
         self.scheduler.prefill_cost.observe(step.starts.tolist(), step.batch.num_tokens, 1e3 * (end - start))
 
     def stats(self) -> EngineStats:
+        """A snapshot: sequences and blocks now, tokens and preemptions since the start."""
         return engine_stats(self.scheduler, self.num_prompt_tokens, self.num_output_tokens, self._capture_cost)
 
     def _failed_step(self, sequences: list[Sequence], error: Exception) -> list[RequestOutput]:

@@ -27,6 +27,7 @@ class Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, number: int, news: News) -> None:
+        """News of request `number`, merged with those that wait; an error comes behind them."""
         earlier = self._mergeable.get(number)
         if isinstance(news, Exception):
             self._news.append((number, news))

@@ -54,6 +54,8 @@ class AddRequest(_Message, tag=2):
 
 
 class Abort(_Message, tag=3):
+    """End a request, wherever it is. Unknown numbers are passed over."""
+
     number: int
 
 
@@ -88,6 +90,8 @@ ServerMessage = Start | AddRequest | Abort | RecordExperts | Compile | Pause | C
 
 
 class Ready(_Message, tag=1):
+    """The engine is loaded and takes requests."""
+
     vocab_size: int
     max_model_len: int
     stats: EngineStats
@@ -201,6 +205,7 @@ _PARAM_NAMES = [field.name for field in fields(SamplingParams) if field.init]
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:
+    """Fields of SamplingParams that are not at their default."""
     given = ((name, getattr(params, name)) for name in _PARAM_NAMES)
     return {name: value for name, value in given if value != getattr(_DEFAULT_PARAMS, name)}
 
@@ -320,6 +325,7 @@ class Connection(Generic[Received]):
             return self._encoder.encode(_encodable(msgspec.to_builtins(message)))
 
     def flush(self) -> None:
+        """Send what the socket takes of what is unsent; never blocks. Raises OSError if the other side is gone."""
         try:
             while self._outgoing:
                 del self._outgoing[: self.sock.send(self._outgoing)]

@@ -49,6 +49,7 @@ class DraftRow:
 
     @property
     def token_ids(self) -> array:
+        """int64, prompt, output and the drafts in front of this row. Raises StaleReadError."""
         info = self.info
         if len(info.sequence.token_ids) != info.length:
             raise StaleReadError("a row of drafts was read after its round was over")
@@ -58,6 +59,7 @@ class DraftRow:
 
     @property
     def num_output_tokens(self) -> int:
+        """What it would be if the drafts in front of this row were output."""
         return self.info.length - self.num_prompt_tokens + self.position
 
 

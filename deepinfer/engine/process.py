@@ -60,6 +60,7 @@ ORPHAN_SECONDS = 2.0  # how long a step may go on after the server is gone
 
 def main(fd: int) -> None:
     # A terminal and a service manager signal the whole group: it is the server's part to drain and to say when to stop.
+    """Load the engine that the first message names, then serve the socket `fd` until its other side is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)

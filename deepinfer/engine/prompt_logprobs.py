@@ -54,6 +54,7 @@ class LaunchedPromptLogprobs:
     download: Download
 
     def read(self) -> None:
+        """Wait for the figures and append them to `Sequence.prompt_logprobs`."""
         entries: dict[int, TokenLogprob] = {}
         token_ids, values = self.token_ids.tolist(), iter(self.download.read())
         for group in self.groups:

@@ -42,5 +42,6 @@ class Questions:
             asked.set_result(value)
 
     def fail_all(self, error: Exception) -> None:
+        """Whoever waits gets this error."""
         for number in self._waiting:
             self.answer(number, error)

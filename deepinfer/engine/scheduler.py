@@ -98,6 +98,7 @@ class Scheduler:
         insort(self.waiting, seq, key=lambda s: s.order)
 
     def has_unfinished(self) -> bool:
+        """Whether any sequence waits or runs; handed over ones do not count."""
         return bool(self.waiting or self.prefilling or self.prompted or self.running)
 
     def schedule(self) -> ScheduledBatch | None:

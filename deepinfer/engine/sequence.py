@@ -98,10 +98,12 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
+        """Generated tokens that the host has read."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
+        """All tokens, those included that were sampled and not read yet."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -163,4 +165,5 @@ class Request:
 
     @property
     def finished(self) -> bool:
+        """Whether all its completions have ended."""
         return all(seq.finish_reason is not None for seq in self.sequences)

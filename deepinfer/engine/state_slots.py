@@ -23,6 +23,7 @@ class StateSlots:
         return self._free.pop()
 
     def free(self, slot: int) -> None:
+        """Give a slot back."""
         self._free.append(slot)
 
     def check_integrity(self, held: Iterable[int]) -> None:

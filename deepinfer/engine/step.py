@@ -90,6 +90,7 @@ class PlainSampling:
         return cls(sampled)
 
     def read(self) -> StepTokens:
+        """Wait for the tokens, one of each sequence."""
         got = self.sampled.read()
         logprobs = [None if each is None else [each] for each in got.logprobs]
         return StepTokens([[token_id] for token_id in got.token_ids], logprobs, dict.fromkeys(got.invalid_rows, 0))

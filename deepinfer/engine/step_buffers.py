@@ -77,6 +77,7 @@ class StepShape:
         ]
 
     def num_bytes(self) -> int:
+        """Of the inputs of a step of this shape, packed."""
         return packed_offsets(prod(shape) * dtype.itemsize for dtype, shape in self.parts())[-1]
 
 

@@ -45,14 +45,17 @@ class CacheRows:
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
         return sum(tensor.shape[1] for tensor in self.blocks)
 
     @property
     def slot_bytes(self) -> int:
+        """Bytes of one state slot over all layers."""
         return sum(tensor.shape[1] for tensor in self.slots)
 
     @property
     def device(self) -> torch.device:
+        """Where the caches are."""
         return self.slots[0].device
 
 

@@ -29,6 +29,8 @@ class Group(Protocol):
 
 
 class StepKind(Enum):
+    """What a data-parallel group does in its next step."""
+
     PREFILL = "prefill"
     DECODE = "decode"
     IDLE = "idle"  # no rank has anything to do

@@ -18,6 +18,7 @@ class ExpertRecord:
         self.is_recording, self.num_steps, self.counts = True, 0, None
 
     def stop(self) -> None:
+        """Count no further; what was counted stays."""
         self.is_recording = False
 
     def add(self, counts: np.ndarray) -> None:

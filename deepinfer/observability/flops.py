@@ -32,6 +32,7 @@ class StepFlops:
 
     @property
     def total(self) -> int:
+        """Floating-point operations of the step, a multiply-add as two."""
         return sum(vars(self).values())
 
 
@@ -46,6 +47,7 @@ class LayerGroup:
 
     @classmethod
     def of(cls, layers: tuple[LayerPlan, ...]) -> LayerGroup:
+        """Sum these layers up."""
         by_ratio = {}
         for ratio in {layer.compress_ratio for layer in layers if layer.compress_ratio}:
             alike = [layer for layer in layers if layer.compress_ratio == ratio]

@@ -115,6 +115,7 @@ class CUDAGraphTimer:
         self._buffers.read()
 
     def summary(self) -> dict[str, ScopeTime]:
+        """Times by name, of the replays whose events are ready."""
         self.read()
         return self._buffers.durations.summary()
 

@@ -15,6 +15,7 @@ class TotalsHistogram:
     bounds: tuple[float, ...]
 
     def observe(self, totals: dict[str, float], value: float) -> None:
+        """Count one value into `totals`."""
         at = bisect_left(self.bounds, value)
         for total, more in ((self._bucket(at), 1), (f"{self.name}_sum", value)):
             totals[total] = totals.get(total, 0.0) + more
@@ -28,6 +29,7 @@ class TotalsHistogram:
         return counts
 
     def sum(self, totals: Mapping[str, float]) -> float:
+        """Of all values that were counted."""
         return totals.get(f"{self.name}_sum", 0.0)
 
     def _bucket(self, at: int) -> str:

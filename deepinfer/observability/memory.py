@@ -88,6 +88,7 @@ class DeferredRelease(Generic[T]):
         return len(self._current) + len(self._previous)
 
     def defer(self, resource: T) -> None:
+        """Release it at the end of the next round."""
         self._current.append(resource)
 
     def next_round(self) -> None:

@@ -81,9 +81,11 @@ class Observer:
         self.collector.release()
 
     def before_step(self) -> None:
+        """Begin or end the traces that were asked for."""
         self.capture.between_steps()
 
     def after_step(self, step: StepStats) -> None:
+        """Take in what a step did, and log the figures when they are due."""
         if self.stats.record(step) and self.timer.enabled:
             summary = self.timer.summary() | self.part_times()
             times = (f"{name} {1e3 * time.median:.3f}" for name, time in summary.items())

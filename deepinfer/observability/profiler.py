@@ -141,6 +141,7 @@ class ProfilerServer:
         logger.info("profiler at http://%s:%d", *self.address)
 
     def close(self) -> None:
+        """Stop serving; a trace that runs is not waited for."""
         self._server.shutdown()
         self._server.server_close()
 

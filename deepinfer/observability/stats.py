@@ -38,6 +38,7 @@ class SlidingSum:
         self._counts = [0] * BUCKETS
 
     def add(self, value: float, now: float) -> None:
+        """`now`: seconds, never less than before."""
         number = int(now / self._width)
         index = number % BUCKETS
         if self._numbers[index] != number:
@@ -46,10 +47,12 @@ class SlidingSum:
         self._counts[index] += 1
 
     def sum(self, now: float) -> float:
+        """Of the values of the window that ends now, seconds."""
         oldest = int(now / self._width) - BUCKETS
         return sum(value for value, number in zip(self._sums, self._numbers, strict=True) if number > oldest)
 
     def count(self, now: float) -> int:
+        """Values of the window that ends now."""
         oldest = int(now / self._width) - BUCKETS
         return sum(count for count, number in zip(self._counts, self._numbers, strict=True) if number > oldest)
 
@@ -188,6 +191,7 @@ class StatsLogger:
         )
 
     def peak_flops(self) -> float | None:
+        """Of the device, operations a second, measured when it is first asked for; None: unknown."""
         if self._peak is None:
             self._peak = self._find_peak()
             self._find_peak = lambda: None

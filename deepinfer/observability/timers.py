@@ -48,6 +48,7 @@ class Durations:
         self._latest: dict[str, array] = {}
 
     def add(self, name: str, nanoseconds: int) -> None:
+        """One run of `name`."""
         count = self._counts.get(name, 0)
         if count < WINDOW:
             self._latest.setdefault(name, array("q")).append(nanoseconds)
@@ -57,6 +58,7 @@ class Durations:
         self._totals[name] = self._totals.get(name, 0) + nanoseconds
 
     def summary(self) -> dict[str, ScopeTime]:
+        """Times by name."""
         return {
             name: ScopeTime(count, self._totals[name] / 1e9, statistics.median(self._latest[name]) / 1e9)
             for name, count in self._counts.items()
@@ -89,6 +91,7 @@ class CPUTimer:
         return scope
 
     def summary(self) -> dict[str, ScopeTime]:
+        """Times by scope."""
         return self.durations.summary()
 
 
@@ -135,9 +138,11 @@ class CUDATimer:
             self._read_finished()
 
     def scope(self, name: str) -> AbstractContextManager:
+        """Time on the stream of what is launched inside, without a wait."""
         return self._measure(name) if self.enabled else _OFF
 
     def summary(self) -> dict[str, ScopeTime]:
+        """Times by name, of the pairs of events that are ready."""
         self._read_finished()
         return self.durations.summary()
 

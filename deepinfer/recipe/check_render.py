@@ -42,6 +42,7 @@ def check_render(vector: Vector, tokenizer: Tokenizer | None) -> str | None:
 
 
 def convert(vector: Vector) -> ConversationRequest:
+    """The request of a vector, converted with the vector's options."""
     body = vector["raw_body"] if "raw_body" in vector else vector["request"]
     options = vector.get("options") or {}
     converted = ConversionOptions(

@@ -66,6 +66,7 @@ def check_data_url(url: str, path: str) -> None:
 
 
 def check_base64(data: str, message: str, path: str) -> None:
+    """Raises ConversionError with `message` for what is no base64."""
     try:
         base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):

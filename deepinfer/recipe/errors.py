@@ -23,5 +23,6 @@ class ConversionError(RequestError):
     path = ""
 
     def at(self, path: str) -> "ConversionError":
+        """The same error, with the path of the value at fault."""
         self.path = path
         return self

@@ -34,6 +34,7 @@ def _reread(body: Any) -> Any:
 
 
 def refuse(message: str, param: str) -> NoReturn:
+    """Raises RequestError, as the public library words it."""
     raise RequestError(f"invalid request body: {message}", param)
 
 
@@ -57,24 +58,28 @@ def describe(value: Any) -> str:
 
 
 def join(path: str, key: str | int) -> str:
+    """The path of a member or an entry: `a.b`, `a[0]`."""
     if isinstance(key, int):
         return f"{path}[{key}]"
     return f"{path}.{key}" if path else key
 
 
 def text(value: Any, path: str) -> str:
+    """A string.  Raises RequestError."""
     if not isinstance(value, str):
         refuse(f"invalid type: {describe(value)}, expected a string", path)
     return value
 
 
 def boolean(value: Any, path: str) -> bool:
+    """True or false.  Raises RequestError."""
     if not isinstance(value, bool):
         refuse(f"invalid type: {describe(value)}, expected a boolean", path)
     return value
 
 
 def number(value: Any, path: str) -> float:
+    """A number, not a boolean.  Raises RequestError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         refuse(f"invalid type: {describe(value)}, expected f32", path)
     return float(value)
@@ -94,12 +99,14 @@ def unsigned(bits: int) -> Callable[[Any, str], int]:
 
 
 def signed(value: Any, path: str) -> int:
+    """An integer.  Raises RequestError."""
     if isinstance(value, bool) or not isinstance(value, int):
         refuse(f"invalid type: {describe(value)}, expected an integer", path)
     return value
 
 
 def sequence(value: Any, path: str) -> list[Any]:
+    """A list.  Raises RequestError."""
     if not isinstance(value, list):
         refuse(f"invalid type: {describe(value)}, expected a sequence", path)
     return value
@@ -132,6 +139,7 @@ def one_of(allowed: Sequence[str]) -> Callable[[Any, str], str]:
 
 
 def required(obj: Json, key: str, read: Callable[[Any, str], T], path: str) -> T:
+    """The field as `read` reads it.  Raises RequestError when it is absent."""
     if key not in obj:
         refuse(f"missing field `{key}`", join(path, key))
     return read(obj[key], join(path, key))

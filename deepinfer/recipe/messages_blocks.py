@@ -46,6 +46,7 @@ class Entry:
 
 
 def read_entry(value: Any, index: int) -> Entry:
+    """One message of the list, its blocks checked.  Raises RequestError naming the path."""
     path = f"messages.{index}"
     obj = fields.struct("adjacently tagged enum MessagesMessage")(value, path)
     role = fields.required(obj, "role", fields.one_of(_ROLES), path)

@@ -47,6 +47,7 @@ class PromptWriter:
         self.length += len(text)
 
     def control(self, role: str) -> None:
+        """A control token, by its role."""
         start = self.length
         self.text(CONTROL_TOKENS[role])
         self.ranges.append((start, self.length))
@@ -82,4 +83,5 @@ class PromptWriter:
                 self.images.append(part)
 
     def finish(self) -> Prompt:
+        """What was written, with its control tokens and images."""
         return Prompt("".join(self.pieces), tuple(self.ranges), tuple(self.roles), tuple(self.images))

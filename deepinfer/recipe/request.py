@@ -38,6 +38,7 @@ class ParsingOptions:
 
     @property
     def begins_with_reasoning(self) -> bool:
+        """Whether the prompt leaves a reasoning open, new or begun."""
         return self.thinking_initial_stage in ("ReasoningStart", "ReasoningContinuation")
 
 

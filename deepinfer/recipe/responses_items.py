@@ -34,6 +34,7 @@ class Item:
 
 
 def read_item(value: Any, path: str) -> Item:
+    """One item of `input`.  Raises RequestError naming the path."""
     if not isinstance(value, dict) or not ("type" in value or "role" in value):
         fields.refuse("invalid input item", path)
     kind = fields.optional(value, "type", fields.text, path) or "message"

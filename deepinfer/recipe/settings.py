@@ -24,6 +24,7 @@ _MAX_STOPS = 16
 
 
 def model_version(model: str, options: ConversionOptions) -> ModelVersion:
+    """The version that a model name stands for.  Raises ConversionError for another name."""
     version = options.model_versions.get(model)
     if version is None:
         names = ", ".join(options.model_versions)
@@ -63,6 +64,7 @@ def top_p(value: float | None, thinking: bool, version: ModelVersion, tools_in_f
 
 
 def max_tokens(value: int | None, options: ConversionOptions, name: str = "max_tokens") -> int | None:
+    """The value, within [1, the bound].  Raises ConversionError naming the field."""
     if value is not None and not 1 <= value <= options.max_tokens_bound:
         raise ConversionError(
             f"Invalid {name} value, the valid range of {name} is [1, {options.max_tokens_bound}]", name
@@ -71,6 +73,7 @@ def max_tokens(value: int | None, options: ConversionOptions, name: str = "max_t
 
 
 def stop_strings(stops: tuple[str, ...], name: str, listed: bool = True) -> tuple[str, ...]:
+    """The strings, none of them empty and not too many.  Raises ConversionError naming the field."""
     if len(stops) > _MAX_STOPS:
         raise ConversionError(f"Stop string array too long: {len(stops)}", name)
     for i, stop in enumerate(stops):
@@ -85,12 +88,14 @@ def stop_strings(stops: tuple[str, ...], name: str, listed: bool = True) -> tupl
 
 
 def seed(value: int | None) -> int | None:
+    """The value, below 2^63.  Raises ConversionError."""
     if value is not None and value >= 2**63:
         raise ConversionError("Invalid seed value, the valid range of seed is [0, 2^63)", "seed")
     return value
 
 
 def top_logprobs(logprobs: bool, count: int | None) -> int | None:
+    """The value, at most 20, and only beside `logprobs`.  Raises ConversionError."""
     if count is None:
         return None
     if not logprobs:
@@ -120,6 +125,7 @@ def without_empty_system(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def initial_stage(conversation: Conversation) -> InitialStage | None:
+    """Where the output begins, by the message that it continues."""
     if not conversation.thinking:
         return None
     last = conversation.messages[-1] if conversation.messages else None
@@ -131,6 +137,7 @@ def initial_stage(conversation: Conversation) -> InitialStage | None:
 
 
 def parsing_options(conversation: Conversation, stops: tuple[str, ...]) -> ParsingOptions:
+    """How to read the output of this conversation."""
     in_force = conversation.tools_in_force
     return ParsingOptions(
         parse_tool_calls=in_force,

@@ -65,6 +65,7 @@ def _checked(tool: ToolDefinition) -> ToolDefinition:
 
 
 def check_unique(tools: list[ToolDefinition]) -> None:
+    """Raises ConversionError for two tools of one name."""
     if len({tool.name for tool in tools}) != len(tools):
         raise ConversionError("Tool names must be unique.", "tools")
 

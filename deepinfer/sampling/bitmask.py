@@ -17,6 +17,8 @@ Wanted = Sequence[tuple[Matcher, int, Sequence[int]]]  # (matcher, its first row
 
 
 class Constrained(Protocol):
+    """What a sequence says of its grammar and its drafts before the step's tokens are read."""
+
     constraint: Matcher | None
     next_drafts: list[int]
 

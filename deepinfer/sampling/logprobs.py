@@ -28,6 +28,7 @@ class LogprobGroup:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """What has to be downloaded for `read_logprobs`."""
         return [self.chosen, self.top, self.top_ids, *([] if self.ranks is None else [self.ranks])]
 
 

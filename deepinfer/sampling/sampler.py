@@ -45,6 +45,7 @@ class LaunchedSample:
     download: Download  # token ids, largest logits, then the tensors of each group
 
     def read(self) -> SamplerOutput:
+        """Wait for the tokens and their log-probabilities."""
         tokens, largest, *rest = self.download.read()
         token_ids: list[int] = tokens.tolist()
         is_valid = torch.isfinite(largest)

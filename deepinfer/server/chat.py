@@ -79,7 +79,9 @@ async def create_chat_completion(request: Request) -> Response:
     is_structured, silent = holds_answer(asked), body.silent_roles
     conversation = prepared.with_output(stop, body.include_stop_str_in_output, is_structured, silent)
     answer = ChatAnswer(state, body, prepared, conversation, ticket.answer_id)
-    streams = start_sequences(state, [prepared.token_ids], params, body.n or 1, answer.open_choice, ticket, "messages")
+    streams = start_sequences(
+        state, [prepared.token_ids], params, body.n or 1, answer.open_choice, ticket, "messages", scores_once=True
+    )
     if body.stream:
         return EventStream(request, streams, answer, interval=body.stream_interval)
     await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
@@ -137,6 +139,7 @@ class ChatAnswer(Answer):
         return line_of(self._finished(choice, choice.stream.text_chunk(key, "\0"))).split(b'"\\u0000"')
 
     def body(self) -> dict[str, Any]:
+        """The whole answer."""
         responses = [choice.stream.response() for choice in self.choices]
         for choice, response in zip(self.choices, responses, strict=True):
             self._show_reasoning(response["choices"][0], "message")

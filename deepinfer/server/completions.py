@@ -47,12 +47,15 @@ async def create_completion(request: Request) -> Response:
     def open_reader() -> TextReader:
         return TextReader(state.text.tokenizer, stop, bool(body.include_stop_str_in_output), body.silent_roles)
 
-    streams = start_sequences(state, prompts, params, n, open_reader, ticket, "prompt")
+    # The choices of a stream may start in any order, and each begins with its prompt.
+    streams = start_sequences(state, prompts, params, n, open_reader, ticket, "prompt", scores_once=not body.stream)
     choices = [Choice(index, prompts[index // n]) for index in range(len(streams))]
     answer = CompletionAnswer(state, body, choices, ticket.answer_id)
     if body.stream:
         return EventStream(request, streams, answer, interval=body.stream_interval)
-    await collect(request, streams, lambda index, delta: answer.choices[index].add(delta))
+    await collect(request, streams, lambda index, delta: choices[index].add(delta))
+    for choice in choices:
+        choice.prompt_logprobs = choices[choice.index - choice.index % n].prompt_logprobs
     return await whole_answer(request, answer.body, answer.choices[0].prompt_logprobs is not None)
 
 
@@ -115,6 +118,7 @@ class CompletionAnswer(Answer):
         }
 
     def body(self) -> dict[str, Any]:
+        """The whole answer."""
         choices = [self._choice(choice, self._echo(choice) + choice.text, choice) for choice in self.choices]
         return self.head | {"choices": choices, "usage": self.usage()}
 
@@ -135,6 +139,7 @@ class CompletionAnswer(Answer):
         return [self.head | {"choices": [], "usage": self.usage()}] if self._include_usage else []
 
     def usage(self) -> dict[str, Any]:
+        """Of all choices; a prompt counts once for its `n`."""
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self.choices}  # a prompt counts once for its n
         return usage_body(sum(prompts.values()), sum(len(choice.token_ids) for choice in self.choices))
 

@@ -55,11 +55,13 @@ class ApiError(Exception):
 
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict:
+    """An error in OpenAI's shape; its type follows from the status."""
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def anthropic_error_body(message: str, status: int, param: str | None = None) -> dict:
+    """An error in Anthropic's shape, whose message names the field."""
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     if param and param not in message:
         message = f"{param}: {message}"

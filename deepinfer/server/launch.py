@@ -138,6 +138,7 @@ def sampling_defaults(model: str, source: str) -> dict[str, Any]:
 
 
 def show_uvicorn_log(level: str, log_format: str) -> None:
+    """Print uvicorn's log as our own; its usual steps are left out."""
     log = logging.getLogger("uvicorn")
     log.setLevel("WARNING" if level == "info" else level.upper())  # its steps of starting and stopping are no news
     log.addHandler(log_handler(log_format))

@@ -68,6 +68,7 @@ class Listening:
 
 
 def bind_port(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 takes a free one. Raises ValueError naming the options."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -95,5 +96,6 @@ def bind_path(path: str) -> socket.socket:
 
 
 def is_served(path: str) -> bool:
+    """Whether somebody listens at the path of a Unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(path) == 0

@@ -278,6 +278,7 @@ class SequenceClock:
     count: int = 0
 
     def tokens(self, number: int) -> None:
+        """Count `number` new tokens that have just come."""
         now = time.monotonic()
         if self.first is None:
             self.first = now
@@ -289,6 +290,7 @@ class SequenceClock:
         self.metrics.generation_tokens.inc(number)
 
     def end(self, reason: str, engine: RequestMetrics | None) -> None:
+        """Count the end of the sequence; `engine`: its times there, if it got so far."""
         now = time.monotonic()
         self.metrics.end(reason)
         self.longest.end(self.count)

@@ -18,6 +18,7 @@ router = APIRouter()
 
 
 def model_card(state: ServerState, anthropic: bool) -> dict[str, Any]:
+    """An entry of /v1/models, in OpenAI's shape or Anthropic's."""
     name, created, limit = state.text.name, state.created, state.text.max_model_len or None
     if anthropic:
         created_at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

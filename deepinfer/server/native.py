@@ -179,6 +179,7 @@ class NativeAnswer(Answer):
         return [self.entry(self.choices[number]) | ({"index": number} if self.is_list else {})]
 
     def entry(self, choice: Choice) -> dict[str, Any]:
+        """All of a sequence so far, in the words of this route."""
         reason: dict[str, Any] | None = None
         if choice.finish_reason is not None:
             reason = {"type": choice.finish_reason}

@@ -65,6 +65,7 @@ async def separate_reasoning(request: Request) -> dict[str, Any]:
 
 
 def check_parser(name: str | None, param: str) -> None:
+    """ApiError 400 naming `param` for a parser that is not known."""
     if name is not None and name not in KNOWN_PARSERS:
         raise ApiError(f"{param} must be one of {', '.join(KNOWN_PARSERS)}, got {name[:200]!r}", param=param)
 
@@ -89,6 +90,7 @@ def tool_calls(text: str, known: list[str | None]) -> dict[str, Any]:
 
 
 def parse(text: str, options: ParsingOptions) -> list[Event]:
+    """Events of a whole output; end-of-sequence marks at its end are no text."""
     parser = StreamParser(options)
     end = len(text)
     while text.endswith(END, 0, end):

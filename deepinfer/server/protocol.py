@@ -108,6 +108,8 @@ _PASSED_ON = (
 
 
 class StreamOptions(BaseModel):
+    """OpenAI's `stream_options`, and vLLM's usage in every chunk."""
+
     model_config = ConfigDict(strict=True)
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -327,6 +329,7 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def prompt_logprob_count(self) -> int | None:
+        """How many of the likeliest tokens to report for each of the prompt; None: nothing of the prompt."""
         echoed = self.logprob_count if self.echo else None
         counts = [count for count in (self.prompt_logprobs, echoed) if count is not None]
         return max(counts, default=None)

@@ -62,10 +62,12 @@ class ResponseStore:
             self._resize(entry)
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """None if it is not stored, has been forgotten, or belongs to another key."""
         self._evict()
         return self._entries.get((owner, response_id))
 
     def delete(self, owner: str, response_id: str) -> bool:
+        """Forget a response; -> whether it was there."""
         self._evict()
         entry = self._entries.pop((owner, response_id), None)
         if entry is not None:

@@ -72,6 +72,7 @@ class ServerState:
             await self.text.engine.pause(False)
 
     def check_model(self, name: str | None) -> None:
+        """ApiError 404 for a model that is not served."""
         if name is not None and name != self.text.name:
             message = f"model must be {self.text.name!r}, got {name[:200]!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
@@ -95,6 +96,7 @@ class ServerState:
 
 
 def server_state(request: Request) -> ServerState:
+    """What the application keeps for all requests."""
     return request.app.state.server
 
 
@@ -113,6 +115,7 @@ def open_ticket(request: Request, prefix: str) -> Ticket:
 
 
 def owner_of(request: Request) -> str:
+    """What tells the request's API key from others; "" without keys."""
     return getattr(request.state, "owner", "")
 
 
@@ -148,10 +151,12 @@ def start_sequences(
     reader: Callable[[], Reader[Piece]],
     ticket: Ticket,
     param: str,
+    scores_once: bool = False,
 ) -> list[RunningSequence[Piece]]:
     """`n` sequences of each prompt, in order of their choice index.  Nothing runs before `streams.Generation.run`.
 
     Every prompt is checked first, so that a bad one is a 400 (naming `param`) and nothing has started.
+    scores_once: of the n only the first brings the log-probabilities of the prompt.
     """
     state.check_serving()
     places = iter(state.admission.admit(ticket, len(prompts) * n))
@@ -162,7 +167,8 @@ def start_sequences(
         for choice in range(n):
             # Choices of one request are separate requests to the engine: each can stop at its own stop string.
             seed = None if params.seed is None else (params.seed + choice) % (MAX_SEED + 1)
-            one = replace(params, seed=seed)
+            asked = None if scores_once and choice else params.prompt_logprobs
+            one = replace(params, seed=seed, prompt_logprobs=asked)
             try:
                 state.text.engine.check(prompt, one)
             except ValueError as error:

@@ -35,6 +35,7 @@ async def tokenize(request: Request) -> Response:
 
 
 def tokenized(state: ServerState, body: TokenizeRequest, raw: dict[str, Any]) -> Response:
+    """The answer of /tokenize. ApiError 400 naming the field for what is refused."""
     if body.prompt is not None:
         token_ids = state.text.encode(body.prompt, body.add_special_tokens)
     else:
@@ -81,6 +82,7 @@ async def render_completion(request: Request) -> Response:
 
 
 def rendered_prompts(state: ServerState, body: CompletionRequest) -> Response:
+    """Each prompt of a completion as token IDs, and as the text that they stand for."""
     prompts = encode_prompts(state, body)
     try:
         texts = [state.text.tokenizer.decode(token_ids) for token_ids in prompts]
@@ -112,6 +114,7 @@ async def render_message(request: Request) -> Response:
 
 
 def rendered(state: ServerState, prepared: PreparedPrompt) -> Response:
+    """The prompt of a conversation: its text, its token IDs and which ranges of the text are control tokens."""
     return JSONResponse(
         {
             "model": state.text.name,

@@ -37,6 +37,8 @@ class Automaton(Protocol):
 
 
 class CompiledGrammar(Protocol):
+    """A grammar of a library, ready for use."""
+
     def automaton(self) -> Automaton:
         """A new one, at the beginning."""
         ...
@@ -46,14 +48,19 @@ Result = TypeVar("Result")
 
 
 class Run(Protocol):
+    """Calls a function that takes long, maybe in another thread; see `Backend.build`."""
+
     def __call__(self, function: Callable[[], Result]) -> Result: ...
 
 
 def at_once(function: Callable[[], Result]) -> Result:
+    """A `Run` that just calls it."""
     return function()
 
 
 class Backend(Protocol):
+    """A grammar library."""
+
     name: str
 
     def write(self, constraint: Constraint) -> str:

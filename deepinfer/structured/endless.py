@@ -48,6 +48,7 @@ def _ends(rule: Ending, ending: set[str]) -> bool:
 
 
 def names_in(rule: Ending) -> Iterator[str]:
+    """The rules that a rule's body refers to."""
     if isinstance(rule, str):
         yield rule
     else:

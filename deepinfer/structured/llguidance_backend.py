@@ -28,6 +28,8 @@ _FULL = "too many states"
 
 
 class LLGuidanceBackend:
+    """llguidance: grammars in its dialect of Lark; a mask is computed where it is wanted."""
+
     name = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -120,6 +122,8 @@ class LLGuidanceGrammar:
 
 
 class LLGuidanceAutomaton:
+    """A matcher of llguidance."""
+
     __slots__ = ("matcher", "token_ids", "_grammar", "_root")
 
     def __init__(self, grammar: LLGuidanceGrammar) -> None:

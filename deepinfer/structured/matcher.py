@@ -38,6 +38,7 @@ class Grammar:
         return grammar
 
     def matcher(self) -> Matcher:
+        """A new one, at the beginning."""
         return Matcher(self)
 
 

@@ -110,6 +110,7 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 
 def main(path: str, size: str, eos_token_ids: str, backend_name: str) -> None:
+    """The process itself: a line of standard input is (seconds, so_args), a line of standard output an Answer."""
     from deepinfer.structured.backend import make_backend
     from deepinfer.structured.faults import placed
     from deepinfer.structured.loading import load_vocabulary

@@ -36,6 +36,8 @@ _DEFINITIONS = {"$defs", "definitions"}
 
 
 class XGrammarBackend:
+    """XGrammar: grammars are EBNF or structural tags; masks are mostly computed when compiling."""
+
     name = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -109,6 +111,8 @@ class XGrammarBackend:
 
 
 class XGrammarGrammar:
+    """A compiled grammar of XGrammar."""
+
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
 
@@ -117,6 +121,8 @@ class XGrammarGrammar:
 
 
 class XGrammarAutomaton:
+    """A matcher of XGrammar."""
+
     __slots__ = ("matcher",)
     exhausted: str | None = None
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.config.model import ModelConfig
+from deepinfer.files import replacing
 from deepinfer.models.reference import Weights
 from deepinfer.train.batches import Batches, load_rows
 from deepinfer.train.evaluate import held_out_scores, load_held_out
@@ -70,8 +71,8 @@ class Run:
 def save_state(path: Path, run: Run, parameters: Parameters, optimizer: Optimizer) -> None:
     """Everything needed to go on, in one file that is replaced as a whole."""
     state = {"run": asdict(run), "masters": parameters.masters, "optimizer": optimizer.state_dict()}
-    torch.save(state, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)
+    with replacing(path) as part:
+        torch.save(state, part)
 
 
 def load_state(path: Path, parameters: Parameters, optimizer: Optimizer) -> Run:

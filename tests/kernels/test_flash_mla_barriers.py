@@ -19,9 +19,7 @@ from tests.kernels.test_flash_mla_on_host import ENTRY, IMITATED
 pytestmark = needs_compiler
 CALL = re.compile(r"\b(?:barrier_wait|wait_for_half|barrier_arrive\w*|arrive_warp|wgmma_wait<\d>|meet<\w+>)\([^;{]*\);")
 CHOOSE = 'static int left_out = -1;\nextern "C" void leave_out(int number) { left_out = number; }\n'
-# The other group has waited for the same half before it handed over its probabilities.
-IMPLIED = {"wait_for_half(barriers.ready(1, 0), parity);", "wait_for_half(barriers.ready(0, 1), parity);"}
-SEEDS = 6
+SEEDS = 8
 
 
 def number_barriers(folder: Path) -> list[str]:
@@ -43,10 +41,10 @@ def number_barriers(folder: Path) -> list[str]:
 def attention(folder: Path) -> Callable[[int, int], Tensor | None]:
     """A launch with barrier `number` left out and turns by `seed`: its result, None where threads wait for ever.
 
-    Two tokens in one block, two pairs of tiles each, packed and copied rows, a query that is rotated in place.
+    Two tokens in one block, three pairs of tiles each, packed and copied rows, a query that is rotated in place.
     """
-    case = make_case(3, 2, 64, 64, 130, kinds=("packed", "plain"), device="cpu")
-    angle = torch.rand(2, 32) * 6
+    case = make_case(3, 2, 64, 100, 200, kinds=("packed", "plain"), device="cpu")
+    angle = torch.linspace(0, 6, 64).view(2, 32)
     out = torch.empty_like(case.q).contiguous()
     inputs = Inputs(*case.arguments, (angle.cos(), angle.sin()))
     variant, params = prepare(inputs, out, None, split=1)  # which point into `inputs`
@@ -65,14 +63,14 @@ def attention(folder: Path) -> Callable[[int, int], Tensor | None]:
 def test_a_missing_barrier_shows(tmp_path: Path) -> None:
     copy_sources(tmp_path, SOURCE, IMITATED)
     barriers = number_barriers(tmp_path)
-    assert len(barriers) > 30
+    assert len(barriers) > 25
     launch = attention(tmp_path)
     right = launch(-1, 0)
     assert right is not None and right.isfinite().all()
-    assert all(torch.equal(launch(-1, seed), right) for seed in range(1, SEEDS))
+    assert all(torch.equal(launch(-1, seed), right) for seed in range(1, 4))
 
     def shows(number: int) -> bool:
         return any((out := launch(number, seed)) is None or not torch.equal(out, right) for seed in range(SEEDS))
 
-    unseen = [call for number, call in enumerate(barriers) if not shows(number)]
-    assert set(unseen) <= IMPLIED and len(unseen) == len(IMPLIED), unseen
+    unseen = {number: call for number, call in enumerate(barriers) if not shows(number)}
+    assert not unseen

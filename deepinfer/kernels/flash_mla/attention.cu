@@ -38,7 +38,8 @@ DEVICE void add_values(float (&o)[128], u32 (&probabilities)[16], u32 values) {
     wgmma_commit();
 }
 
-// Copied rows (cp.async) are written through the generic proxy, products read through the asynchronous one.
+// Copied rows (cp.async) are written through the generic proxy, products read through the asynchronous one. A group waits
+// for its own tile alone: for the other's, the other has, before it handed over its probabilities.
 DEVICE void wait_for_half(u32 ready, u32 parity) {
     barrier_wait(ready, parity);
     if (COPIES_ROWS) fence_to_copies();
@@ -121,7 +122,6 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 follow_maximum(softmax, shared_maximum + 128, factor);
                 rescale<GROUP_ID>(o, factor);
                 get_words(other, words);
-                wait_for_half(barriers.ready(1, 0), parity);
                 add_values(o, words, values_1);
                 parity ^= 1;
                 if (pair + 1 < pairs) {
@@ -147,7 +147,6 @@ DEVICE void consume(const Params& p, const Barriers& barriers, u8* shared, int f
                 follow_maximum(softmax, shared_maximum, factor);
                 rescale<GROUP_ID>(o, factor);
                 get_words(other, words);
-                wait_for_half(barriers.ready(0, 1), parity);
                 add_values(o, words, values_0);
                 wgmma_wait<1>();
                 fence_registers(s);
