@@ -163,7 +163,8 @@ def grouped() -> Iterator[Record]:
         weights = random_experts(rows, columns, gate_up)
         for tokens in (4096, 128):
             begins, counts = route(tokens)
-            x, x_scales = quantize_rows(torch.randn(tokens * ACTIVE, columns, device="cuda", dtype=torch.bfloat16))
+            wide = torch.randn(tokens * ACTIVE, columns, device="cuda", dtype=torch.bfloat16)
+            x, x_scales = quantize_rows(wide, ordered=True)
             gates = torch.rand(tokens * ACTIVE, device="cuda")
             run: Callable[[], object]
             if gate_up:
