@@ -163,7 +163,8 @@ def grouped() -> Iterator[Record]:
         weights = random_experts(rows, columns, gate_up)
         for tokens in (4096, 128):
             begins, counts = route(tokens)
-            x, x_scales = quantize_rows(torch.randn(tokens * ACTIVE, columns, device="cuda", dtype=torch.bfloat16))
+            wide = torch.randn(tokens * ACTIVE, columns, device="cuda", dtype=torch.bfloat16)
+            x, x_scales = quantize_rows(wide, ordered=True)
             gates = torch.rand(tokens * ACTIVE, device="cuda")
             run: Callable[[], object]
             if gate_up:
@@ -181,6 +182,8 @@ def grouped() -> Iterator[Record]:
             baseline = ("copy, bytes read and written", bandwidth / 1e12)
             target = 0.8 if tokens == 128 else None
             yield record(f"{title}, bandwidth", "TB/s", moved / us / 1e6, baseline, target)
+            floor = ("the bytes at the copy's bandwidth", flops * bandwidth / moved / 1e6)
+            yield record(f"{title}, beside its floor", "TFLOP/s", flops / us, floor, None)
             for baseline_name, runs in grouped_baselines(tokens, counts.tolist(), rows, columns):
                 theirs = baseline_us([runs])
                 if theirs is not None:

@@ -37,7 +37,8 @@ def build_model_inputs(
     if batch.is_prefill:
         return _prefill_inputs(batch, slots, metadata, config)
     rows = slots if slot_tokens.num_drafts == 0 else np.repeat(slots, batch.num_tokens)
-    write = _write_rows if slot_tokens.num_drafts else _write_decode_step
+    only_device_knows = batch.has_drafts or (slot_tokens.num_drafts and any(s.num_pending for s in batch.sequences))
+    write = _write_rows if only_device_knows else _write_decode_step
     num_rows, num_blocks = len(rows), metadata.longest_table(slots)
     if graphs is not None:
         shape = graphs.shape_of(num_rows, num_blocks)

@@ -23,7 +23,7 @@ from deepinfer.engine.mtp_info import MTPInfoPool
 from deepinfer.engine.scheduler import ScheduledBatch
 from deepinfer.engine.sequence import Sequence as TokenSequence
 from deepinfer.engine.sequence_metadata import SequenceMetadataPool
-from deepinfer.engine.step import LaunchedStep, StepTokens
+from deepinfer.engine.step import LaunchedStep, PlainSampling, StepTokens
 from deepinfer.kernels import ops
 from deepinfer.kernels.reference.speculation import NO_DRAFT
 from deepinfer.models.inputs import ModelInputs
@@ -98,6 +98,17 @@ class LaunchedRound:
         return result
 
 
+@dataclass(slots=True)
+class PlainRound:
+    """A decode step while there are no drafts and none are made: it costs what it costs without speculation."""
+
+    sampling: PlainSampling
+
+    def read(self) -> StepTokens:
+        """Wait for the tokens."""
+        return self.sampling.read()
+
+
 class Speculation:
     """What an engine with drafts does beside the others.
 
@@ -141,20 +152,21 @@ class Speculation:
 
     def draft_lengths(self, sequences: list[TokenSequence]) -> list[int]:
         """How many drafts of each sequence the next step verifies; never more than it could still output."""
+        if self.variable_length:
+            self._makes_drafts = self.gate.makes_drafts(len(sequences))
+            self.drafter.expect(self._makes_drafts)
+            if self._new_scores is not None:  # after it was asked: it must not depend on the drafts to verify
+                self.gate.saw(self.drafter.survival(self._new_scores), len(sequences))
+                self._new_scores = None
+        self._num_expected = 0.0
+        self._had_drafts = any(seq.has_drafts for seq in sequences)
+        if not self._had_drafts:
+            return [0] * len(sequences)
         most = self.drafter.num_drafts
         room = [
             min(max(seq.max_num_tokens - seq.num_tokens - 1, 0), most) if seq.has_drafts else 0 for seq in sequences
         ]
-        self._num_expected = 0.0
-        if not self.variable_length:
-            return room
-        self._makes_drafts = self.gate.makes_drafts(len(sequences))
-        self.drafter.expect(self._makes_drafts)
-        if self._new_scores is not None:  # after it was asked: it must not depend on the drafts to verify
-            self.gate.saw(self.drafter.survival(self._new_scores), len(sequences))
-            self._new_scores = None
-        self._had_drafts = any(room)
-        if not self._had_drafts:
+        if not self.variable_length or not any(room):
             return room
         if self.gate.takes_all:
             of_number = [0.0, *np.cumsum(self.gate.profile).tolist()]
@@ -185,7 +197,10 @@ class Speculation:
     def observe(self, step: LaunchedStep, ms: float | None) -> None:
         """A decode step has been read, so long after it began or the one in front was read (None: unknown)."""
         round = step.sampled
-        if self.variable_length and isinstance(round, LaunchedRound) and round.accepted is not None:
+        if isinstance(round, PlainRound) and ms is not None:
+            count = len(step.sequences)
+            self.gate.observe(count, 0, count, False, False, ms)
+        elif self.variable_length and isinstance(round, LaunchedRound) and round.accepted is not None:
             count, num_accepted = len(step.sequences), int(round.accepted.sum())
             if step.batch.has_drafts:
                 self.gate.learn(round.num_expected, num_accepted)
@@ -239,9 +254,11 @@ class Speculation:
 
     def launch(
         self, step: LaunchedStep, metadata: SequenceMetadataPool, eos_token_ids: Collection[int]
-    ) -> LaunchedRound:
+    ) -> LaunchedRound | PlainRound:
         """Start drawing the tokens of a step, comparing them with the drafts, and making the next drafts."""
         sequences, is_prefill = step.sequences, step.batch.is_prefill
+        if not (is_prefill or self._had_drafts or self._makes_drafts):
+            return self._launch_plain(step, metadata, eos_token_ids)
         num_drafts = [0] * len(sequences) if is_prefill else [n - 1 for n in step.batch.num_tokens]
         counts = np.array(num_drafts, np.int64)
         first_rows = np.cumsum(counts + 1) - counts - 1
@@ -293,6 +310,17 @@ class Speculation:
             self._makes_drafts,
             0.0 if is_prefill else self._num_expected,
         )
+
+    def _launch_plain(
+        self, step: LaunchedStep, metadata: SequenceMetadataPool, eos_token_ids: Collection[int]
+    ) -> PlainRound:
+        sampling = PlainSampling.launch(step, metadata, eos_token_ids, self.state)
+        tokens = sampling.sampled.token_ids
+        slots = upload(step.slots, tokens.device)
+        self.state.lengths.scatter_add_(0, slots, torch.ones_like(slots))
+        longest = max([len(seq) for seq in step.sequences]) + 2 + self.drafter.num_drafts
+        self.drafter.chosen(self.state, Round(slots, tokens.unsqueeze(1), torch.zeros_like(slots), longest, None))
+        return PlainRound(sampling)
 
     def _rejection(self, slots: np.ndarray, counts: np.ndarray, filters: bool) -> Choose:
         """Takes a draft or what is left without it; a sequence's last row, which has no draft behind it, as drawn."""

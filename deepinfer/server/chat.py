@@ -147,7 +147,7 @@ class ChatAnswer(Answer):
             message["content"] = self._echo + (message["content"] or "") if self._echo else message["content"]
             self._add_extras(choice, response["choices"][0])
         whole = responses[0] | {"choices": [response["choices"][0] for response in responses], "usage": self.usage()}
-        whole |= self._prompt()
+        whole |= self._prompt() | {"system_fingerprint": self.state.fingerprint}
         count = self.request.prompt_logprobs
         if count is not None:
             tokenizer, found = self.state.text.tokenizer, self.choices[0].prompt_logprobs
@@ -174,7 +174,8 @@ class ChatAnswer(Answer):
         if not self._include_usage:
             return []
         head = {"id": self.id, "object": "chat.completion.chunk", "created": self.created}
-        return [head | {"model": self.state.text.name, "choices": [], "usage": self.usage()}]
+        head |= {"model": self.state.text.name, "system_fingerprint": self.state.fingerprint}
+        return [head | {"choices": [], "usage": self.usage()}]
 
     def usage(self, final: bool = True) -> dict[str, Any]:
         """Of all choices; the prompt counts once.  Reasoning is counted at the end: that costs its whole length."""
@@ -186,6 +187,7 @@ class ChatAnswer(Answer):
     def _finished(self, choice: ChatChoice, chunk: Chunk) -> Chunk:
         """Recipe's chunk with what OpenAI and vLLM clients expect around it."""
         chunk.pop("usage", None)
+        chunk["system_fingerprint"] = self.state.fingerprint
         if self._continuous_usage:
             chunk["usage"] = self.usage(final=False)
         elif self._include_usage:

@@ -115,6 +115,7 @@ class CompletionAnswer(Answer):
             "object": "text_completion",
             "created": int(time.time()),
             "model": state.text.name,
+            "system_fingerprint": state.fingerprint,
         }
 
     def body(self) -> dict[str, Any]:

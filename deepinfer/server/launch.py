@@ -26,6 +26,7 @@ from deepinfer.server.admission import Limits
 from deepinfer.server.app import create_app
 from deepinfer.server.connection import PatientProtocol, Seldom
 from deepinfer.server.content_log import ContentLog
+from deepinfer.server.fingerprint import system_fingerprint
 from deepinfer.server.listening import Listening
 from deepinfer.server.metrics import Metrics
 from deepinfer.server.response_store import DEFAULT_TTL, ResponseStore
@@ -91,13 +92,15 @@ def run_server(
             text = load_text_engine(model, config, served_model_name)
         else:
             text = start_text_engine(model, config, served_model_name, log_level, log_format, threads)
+        engine_config = json.loads(json.dumps(asdict(config), default=str))
         state = ServerState(
             text,
             Metrics(text.name),
             api_keys,
             default_thinking,
-            engine_config=json.loads(json.dumps(asdict(config), default=str)),
+            engine_config=engine_config,
             sampling_defaults=sampling_defaults(model, generation_config),
+            fingerprint=system_fingerprint(model, engine_config),
             responses=ResponseStore(response_ttl),
             limits=Limits(config.max_num_seqs + max_queue, max_concurrency_per_key, rate_limit, max_body_bytes),
             content_log=content_log or ContentLog(),

@@ -28,7 +28,7 @@ from deepinfer.server.workers import Workers
 @dataclass
 class ServerState:
     """`default_thinking` decides for requests that do not say whether to think; `sampling_defaults` are what the model
-    recommends for those that say nothing of sampling; `engine_config` is for /server_info.
+    recommends for those that say nothing of sampling; `engine_config` is for /server_info, `fingerprint` for answers.
 
     While `draining`, requests in progress go on and new ones are refused.  `background` holds the tasks of responses
     that nobody waits for.
@@ -40,6 +40,7 @@ class ServerState:
     default_thinking: bool = False
     engine_config: dict[str, Any] = field(default_factory=dict)
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str | None = None
     responses: ResponseStore = field(default_factory=ResponseStore)
     draining: bool = False
     limits: Limits = field(default_factory=Limits)

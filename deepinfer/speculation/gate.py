@@ -2,7 +2,7 @@
 
 For each batch size (powers of two) the latest steps with drafts and those without are measured: what tokens they gave
 and what time they took. The kind that gives more tokens a millisecond is taken; the other one is tried again, so rarely
-that this costs no more than TRIAL_SHARE of the time. Nothing is concluded from other sizes or from what was expected.
+that this costs less than half a per cent of the time. Nothing is concluded from other sizes or from what was expected.
 
 In steps with drafts, how many are verified follows the chances of the drafts (speculation/draft_lengths.py), corrected
 by how many were really accepted of those expected.
@@ -25,7 +25,7 @@ DOUBT = 4.0  # gain that steps with drafts may lack, by the blocks (a sequence's
 ENOUGH = 3  # steps without which nothing is concluded
 KEPT_STEPS, KEPT_BLOCKS = 16, 256  # latest that count
 TRIAL_STEPS, TRIAL_BLOCKS = 3, 8  # of a trial, without its first step: that one is of neither kind
-TRIAL_SHARE = 0.004  # of the time may be lost in trials
+TRIAL_SHARE, CHECK_SHARE = 0.004, 0.001  # of the time may be lost in trials of drafts, and of steps without
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps between trials
 DISTURBED = 1.25  # times the median that a step counts for, at most
 DECIDE = 4  # steps with drafts between two looks at whether they pay
@@ -86,7 +86,7 @@ class BatchSize:
         tried = self.plain if self.is_open else self.drafting
         tried.forget()
         self._steps, self._left = 0, TRIAL_STEPS if self.is_open else self.trial
-        self._pause = self._next_pause()
+        self._pause = SHORTEST_PAUSE
         return not self.is_open
 
     def observe(self, drafting: bool, tokens: float, time: float) -> None:
@@ -101,22 +101,19 @@ class BatchSize:
         if gain < 1.0 - doubt if self.is_open else gain > OPENS:
             self.is_open = not self.is_open
             self._steps = self._left = 0
-            self._pause = self._next_pause()
+        self._pause = self._next_pause(gain)
 
     def _gain(self) -> float:
         (drafted, drafting_time), (plain, plain_time) = self.drafting.means(), self.plain.means()
         return drafted / drafting_time * plain_time / plain
 
-    def _next_pause(self) -> int:
-        """Steps to the next trial."""
-        if not self.plain or not self.drafting:
-            return SHORTEST_PAUSE
-        now, then, length = self.plain, self.drafting, self.trial + 1
-        gain = self._gain()
+    def _next_pause(self, gain: float) -> int:
+        """Steps to the next trial: what it loses is to be a small share of what they take."""
+        now, then, length, share = self.plain, self.drafting, self.trial + 1, TRIAL_SHARE
         if self.is_open:
-            now, then, length, gain = then, now, TRIAL_STEPS + 1, 1 / gain
+            now, then, length, share, gain = then, now, TRIAL_STEPS + 1, CHECK_SHARE, 1 / gain
         lost = length * then.means()[1] / now.means()[1] * max(1.0 - gain, 0.0)  # steps
-        return int(min(max(SHORTEST_PAUSE, lost / TRIAL_SHARE), LONGEST_PAUSE))
+        return int(min(max(SHORTEST_PAUSE, lost / share), LONGEST_PAUSE))
 
 
 class DraftGate:

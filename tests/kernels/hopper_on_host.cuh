@@ -28,6 +28,7 @@ static T __ldg(const T* address) { T value; memcpy(&value, address, sizeof value
 static float __int_as_float(int bits) { return __uint_as_float(bits); }
 static int __float_as_int(float x) { return __float_as_uint(x); }
 #define __expf std::exp
+static float __fdividef(float x, float y) { return x / y; }
 static int __shfl_sync(u32, int value, int lane) { return __shfl_sync(~0u, (u32)value, lane); }
 static bool __any_sync(u32, bool any) { return __ballot_sync(~0u, any) != 0; }
 
@@ -51,6 +52,7 @@ static void barrier_arrive(u32 at) {
     end_phase(phased.at(at));
 }
 static void barrier_arrive_at(u32 at, u32 rank) { barrier_arrive(remote(at, rank)); }
+static void barrier_arrive_if(bool arrives, u32 at) { if (arrives) barrier_arrive(at); }
 static void barrier_expect(u32 at, u32 bytes) { phased.at(at).bytes += bytes, barrier_arrive(at); }
 // What the barrier counts once it is done: at once, or when a thread waits there, as chance has it.
 static void later(u32 at, std::function<void(Phased&)> arrive) {
@@ -120,6 +122,7 @@ static T load(u32 at) { T value; memcpy(&value, place(at), sizeof value); return
 static float load_float(u32 at) { return load<float>(at); }
 static float2 load_float2(u32 at) { return load<float2>(at); }
 static uint4 load_words(u32 at) { return load<uint4>(at); }
+static u32 load_byte(u32 at) { return load<u8>(at); }
 static u32 load_word(u32 at) { return load<u32>(at); }
 static void store_float(u32 at, float x) { memcpy(place(at), &x, 4); }
 static void store_byte(u32 at, u32 x) { *place(at) = (u8)x; }

@@ -35,3 +35,5 @@ static void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b, int adds) {
     running[current].open.push_back([=] { multiply_now(target, COUNT, left, b, adds != 0); });
     if (!adds) for (float& x : d) x = NAN;  // not to be read yet
 }
+template <int COUNT>
+static void multiply_new(float (&d)[COUNT], const u32 (&a)[4], u64 b) { multiply(d, a, b, 0); }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
 from deepinfer.kernels.deep_gemm import moe_gemm
 from deepinfer.kernels.deep_gemm.activations import quantize_rows, row_scaled_weight
-from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
+from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange, natural_columns, ordered_columns
 from deepinfer.kernels.deep_gemm.fp8_gemm import fp8_gemm, row_scales_layout
 from deepinfer.kernels.deep_gemm.fp8_variants import SHARED_BYTES, TILES, choose_tile
 from deepinfer.kernels.deep_gemm.moe import routed_experts
@@ -167,6 +169,9 @@ def test_activations_are_rounded_for_32_values(shape):
     assert relative_error(dequantize(values, scales), fp8_round_trip(x.double())) < 1e-4
     rows = torch.randint(0, shape[0], (100,), dtype=torch.int32, device="cuda")
     picked, picked_scales = quantize_rows(x, rows=rows)
+    ordered, ordered_scales = quantize_rows(x, rows=rows, ordered=True)
+    assert torch.equal(ordered.view(torch.uint8), ordered_columns(picked).view(torch.uint8))
+    assert torch.equal(ordered_scales, picked_scales)
     assert torch.equal(picked.view(torch.uint8), values.view(torch.uint8)[rows.long()])
     assert torch.equal(picked_scales, scales[rows.long()])
     packed = pack_fp8_row(x.float())
@@ -189,18 +194,18 @@ def widened(weights: ExpertWeights) -> Tensor:
     """What the kernel makes of the arranged codes, step by step as fp4_weights.cuh describes it; float64 [E, O, K]."""
     experts, row_blocks, k_blocks, _ = weights.tiles.shape
     words = weights.tiles[..., :16384].contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    words = words.view(experts, row_blocks, k_blocks, 4, 4, 2, 8, 4, 4)  # q, warp, half, row, lane, group of 32
-    steps = weights.tiles[..., 16384:].long().view(experts, row_blocks, k_blocks, 4, 4, 2, 8, 1, 4)
+    words = words.view(experts, row_blocks, k_blocks, 4, 4, 2, 8, 4, 4)  # q, warp, half, row, lane, product
+    steps = weights.tiles[..., 16384:].long().view(experts, row_blocks, k_blocks, 4, 4, 2, 8, 4, 1)
     exponent = torch.where(steps < 128, steps - 5, -6 - (steps & 7)).double()
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-    out = torch.zeros(experts, row_blocks, 4, 4, 2, 8, k_blocks, 4, 2, 4, 4, dtype=torch.float64)
+    out = torch.zeros(experts, row_blocks, 4, 4, 2, 8, k_blocks, 4, 4, 2, 4, dtype=torch.float64)
     for upper in range(2):
         for i in range(4):
             value = magnitudes[words >> (16 * upper + 4 * i) & 7] * torch.exp2(exponent)
             value = value.to(E4M3).double()  # exact, or rounded among the smallest E4M3 values
             sign = 1 - 2 * (words >> (8 * i + 7 - 4 * upper) & 1)
-            signed = (value * sign).permute(0, 1, 3, 4, 5, 6, 2, 8, 7)  # E, block, q, warp, half, row, k block, s, lane
-            out[..., upper, :, i] = signed
+            signed = (value * sign).permute(0, 1, 3, 4, 5, 6, 2, 7, 8)  # E, block, q, warp, half, row, k block, lane, s
+            out[..., upper, i] = signed
     matrix = out.reshape(experts, row_blocks * 256, k_blocks * 128) * weights.row_scales.double().unsqueeze(-1)
     assert (matrix[:, weights.rows :] == 0).all()
     assert (matrix[:, :, weights.columns :] == 0).all()
@@ -221,6 +226,16 @@ def test_arranged_weights_round_only_far_below_a_rows_largest():
     difference = (widened(arrange(packed, scales)) - expected).abs()
     assert (difference <= expected.abs().amax(-1, keepdim=True) * 2.0**-16).all()
     assert (difference > 0).any()
+
+
+@pytest.mark.parametrize("columns", [32, 128, 300])
+def test_ordered_columns_come_back(columns):
+    x = torch.randint(0, 256, (5, columns), dtype=torch.uint8)
+    ordered = ordered_columns(x)
+    assert ordered.shape == (5, -(-columns // 128) * 128) and torch.equal(natural_columns(ordered, columns), x)
+    at = ordered_columns(torch.arange(128, dtype=torch.uint8).view(1, -1))[0].view(4, 2, 4, 4)  # s, u, c, i
+    for s, u, c, i in product(range(4), range(2), range(4), range(4)):
+        assert at[s, u, c, i] == 32 * c + 8 * s + 4 * u + i
 
 
 def test_gate_and_up_take_turns_of_eight_rows():
@@ -273,7 +288,8 @@ def test_grouped_product(rows, columns, counts, room, each_kernel):
     g = torch.Generator().manual_seed(3)
     x, x_scales = quantize(random_matrix(g, max(total, 1), columns, 1.0)[:total], 1)
     out = torch.full((total, rows), float("nan"), dtype=torch.bfloat16, device="cuda")
-    grouped_gemm(x, x_scales, begins, count, arrange(packed, scales), out)
+    given = ordered_columns(x)
+    grouped_gemm(given, x_scales, begins, count, arrange(packed, scales), out)
     weights = dequantize_fp4_weight(packed, scales, torch.float64)
     written = torch.zeros(total, dtype=torch.bool, device="cuda")
     for expert, (begin, size) in enumerate(zip(begins.tolist(), counts, strict=True)):
@@ -286,7 +302,7 @@ def test_grouped_product(rows, columns, counts, room, each_kernel):
     if total:
         order = torch.randperm(total, device="cuda").int()
         scattered = torch.full_like(out, float("nan"))
-        grouped_gemm(x, x_scales, begins, count, arrange(packed, scales), scattered, order)
+        grouped_gemm(given, x_scales, begins, count, arrange(packed, scales), scattered, order)
         assert torch.equal(scattered[order.long()][written], out[written])
 
 
@@ -298,7 +314,7 @@ def test_dense_product_with_fp4_weights(rows):
     torch.manual_seed(rows)
     packed, scales = random_experts(1, 600, 480, 6, "cuda")
     x, x_scales = quantize(random_matrix(torch.Generator().manual_seed(rows), rows, 480, 1.0), 1)
-    out = grouped_gemm(x, x_scales, None, None, arrange(packed, scales))
+    out = grouped_gemm(ordered_columns(x), x_scales, None, None, arrange(packed, scales))
     expected = dequantize(x, x_scales) @ dequantize_fp4_weight(packed, scales, torch.float64)[0].T
     assert relative_error(out, expected) < TOLERANCE
 
@@ -315,7 +331,9 @@ def test_grouped_gate_and_up(inner, columns, counts, each_kernel):
     g = torch.Generator().manual_seed(4)
     x, x_scales = quantize(random_matrix(g, total, columns, 0.5) * 0.05, 1)
     gates = torch.rand(total, generator=g).cuda()
-    values, value_scales = grouped_gate_up(x, x_scales, begins, count, arrange(packed, scales, True), gates, 7.0)
+    arranged = arrange(packed, scales, True)
+    values, value_scales = grouped_gate_up(ordered_columns(x), x_scales, begins, count, arranged, gates, 7.0)
+    values = natural_columns(values, inner)
     weights = dequantize_fp4_weight(packed, scales, torch.float64)
     for expert, (begin, size) in enumerate(zip(begins.tolist(), counts, strict=True)):
         part = slice(begin, begin + size)
@@ -360,7 +378,7 @@ def test_experts_of_strided_rows(each_kernel):
     weights = arrange(packed, scales)
     x, x_scales = quantize(torch.randn(total, 256, device="cuda"), 1)
     wide = torch.zeros(total, 512, device="cuda").to(E4M3)
-    wide[:, 128:384] = x
+    x = wide[:, 128:384] = ordered_columns(x)
     out = torch.full((total, 520), float("nan"), dtype=torch.bfloat16, device="cuda")
     grouped_gemm(wide[:, 128:384], x_scales, begins, count, weights, out[:, :512])
     assert torch.equal(out[:, :512], grouped_gemm(x, x_scales, begins, count, weights))
@@ -376,6 +394,7 @@ def test_broken_rows_of_experts(each_kernel):
     begins, count, total = ranges(counts)
     packed, scales = random_experts(2, 512, 256, 4, "cuda")
     x, x_scales = quantize(torch.randn(total, 256, device="cuda"), 1)
+    x = ordered_columns(x)
     whole = grouped_gemm(x, x_scales, begins, count, arrange(packed, scales))
     scales[0, 9], scales[1, 255] = 255, 240
     x_scales[3], x_scales[24], x_scales[49] = torch.nan, torch.inf, 1e-37

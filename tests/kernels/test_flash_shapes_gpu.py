@@ -8,7 +8,7 @@ import torch
 from deepinfer.kernels import ops
 from deepinfer.kernels.deep_gemm import moe_gemm
 from deepinfer.kernels.deep_gemm.activations import quantize_rows, row_scaled_weight
-from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
+from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange, ordered_columns
 from deepinfer.kernels.deep_gemm.indexer import index_scores
 from deepinfer.kernels.deep_gemm.linear import fp8_product
 from deepinfer.kernels.deep_gemm.moe import routed_experts
@@ -95,7 +95,7 @@ def test_the_last_of_384_experts(rows, columns, few_tokens, monkeypatch):
     counts = torch.zeros(experts, dtype=torch.int32, device="cuda")
     counts[:: experts - 1] = tokens
     x, x_scales = quantize_rows(torch.randn(2 * tokens, columns, device="cuda", generator=g).bfloat16())
-    out = grouped_gemm(x, x_scales, (counts.cumsum(0) - counts).int(), counts, weights)
+    out = grouped_gemm(ordered_columns(x), x_scales, (counts.cumsum(0) - counts).int(), counts, weights)
     wide = dequantize(x, x_scales).unflatten(0, (2, tokens))
     expected = wide @ dequantize_fp4_weight(packed, scales, torch.float64).transpose(1, 2)
     assert relative_error(out, expected.flatten(0, 1)) < TOLERANCE

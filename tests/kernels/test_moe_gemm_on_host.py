@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange
+from deepinfer.kernels.deep_gemm.fp4_weights import ExpertWeights, arrange, natural_columns, ordered_columns
 from deepinfer.kernels.deep_gemm.moe_gemm import SOURCE, _Params, _Variant
 from deepinfer.kernels.reference.basic import swiglu
 from deepinfer.kernels.reference.quant import dequantize_fp4_weight, fp8_round_trip
@@ -63,19 +63,20 @@ Launch = Callable[[Tensor, Tensor, Tensor, Tensor, ExpertWeights, _Params], None
 
 @pytest.fixture(params=[False, True], ids=["many", "few"])
 def launch(request, compiled) -> Launch:
-    """As moe_gemm._launch."""
+    """As moe_gemm._launch; x with its columns in the order of the matrix."""
 
     def run(
         x: Tensor, x_scales: Tensor, begins: Tensor, counts: Tensor, weights: ExpertWeights, params: _Params
     ) -> None:
         rows = len(x)
+        given = ordered_columns(x.view(torch.uint8))
         layout = torch.zeros(x_scales.shape[1], -(-rows // 4) * 4)
         layout[:, :rows] = x_scales.T
         params.weights, params.row_scales = weights.tiles.data_ptr(), weights.row_scales.data_ptr()
         params.begins, params.counts = begins.data_ptr(), counts.data_ptr()
         params.tokens, params.experts = rows, weights.tiles.shape[0]
         params.row_blocks, params.k_blocks = weights.tiles.shape[1:3]
-        maps = host_map(x.view(torch.uint8), (16, 128), True), host_map(layout[:, :rows], (1, 128), False)
+        maps = host_map(given, (8, 128), True), host_map(layout[:, :rows], (1, 128), False)
         on_host = compiled(_Variant(weights.gate_up, request.param))
         ended = on_host(ctypes.byref(params), ctypes.byref(maps[0]), ctypes.byref(maps[1]), BLOCKS)
         assert ended, "threads wait for each other for ever"
@@ -91,7 +92,9 @@ def random_experts(counts: list[int], rows: int, columns: int, spread: int) -> t
     return packed, scales, (count.cumsum(0) - count).int(), count
 
 
-@pytest.mark.parametrize(("rows", "columns", "counts", "spread"), [(512, 256, [3, 0, 71], 4), (304, 160, [81, 33], 12)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "counts", "spread"), [(768, 384, [3, 0, 71, 64, 49], 4), (304, 160, [81, 33], 12)]
+)
 def test_grouped_product(launch: Launch, rows: int, columns: int, counts: list[int], spread: int):
     """Ragged and empty experts, more tokens than a tile has, scales so far apart that codes are rounded."""
     torch.manual_seed(rows)
@@ -117,11 +120,13 @@ def test_grouped_gate_and_up(launch: Launch, inner: int, columns: int, counts: l
     total = sum(counts)
     x, x_scales = quantize(random_matrix(torch.Generator().manual_seed(4), total, columns, 0.5, "cpu") * 0.05, 1)
     gates = torch.rand(total)
-    out = torch.full((total, inner), 0x7F, dtype=torch.uint8)  # NaN
+    width = -(-inner // 128) * 128
+    out = torch.full((total, width), 0x7F, dtype=torch.uint8)  # NaN
     out_scales = torch.full((-(-inner // 128), -(-total // 4) * 4), float("nan"))
-    params = _Params(out=out.data_ptr(), out_stride=inner, columns=inner, limit=7.0, gates=gates.data_ptr())
+    params = _Params(out=out.data_ptr(), out_stride=width, columns=width, limit=7.0, gates=gates.data_ptr())
     params.out_scales, params.out_scales_stride = out_scales.data_ptr(), out_scales.stride(0)
-    launch(x, x_scales, begins, count, arrange(packed, scales, gate_up=True), params)
+    launch(x, x_scales, begins, count, arrange(packed, scales, True), params)
+    out = natural_columns(out, inner)
     weights = dequantize_fp4_weight(packed, scales, torch.float64)
     for expert, (begin, size) in enumerate(zip(begins.tolist(), counts, strict=True)):
         if size:
@@ -180,3 +185,18 @@ def test_weights_beyond_2_to_31_bytes(launch: Launch):
     launch(x, x_scales, begins, count, ExpertWeights(tiles, row_scales, rows, columns, False), params)
     expected = dequantize(x, x_scales) @ dequantize_fp4_weight(packed, scales, torch.float64)[0].T
     assert relative_error(out, expected) < TOLERANCE
+
+
+def test_counts_past_the_rows(launch: Launch):
+    """A count that reaches behind the last row of x writes none there."""
+    torch.manual_seed(8)
+    packed, scales, begins, count = random_experts([5, 4], 256, 128, 4)
+    x, x_scales = quantize(torch.randn(9, 128), 1)
+    weights = arrange(packed, scales)
+    outs = []
+    for tail in (4, 1000):
+        out = torch.full((40, 256), 7.0, dtype=torch.bfloat16)
+        params = _Params(out=out.data_ptr(), out_stride=512, columns=256)
+        launch(x, x_scales, begins, torch.tensor([5, tail], dtype=torch.int32), weights, params)
+        outs.append(out)
+    assert torch.equal(*outs) and (outs[0][9:] == 7).all() and (outs[0][:9] != 7).any(1).all()

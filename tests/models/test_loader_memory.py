@@ -81,6 +81,7 @@ def reduced_flash() -> ModelConfig:
         dspark_noise_token_id=2047,
         vocab_size=2048,
         image_token_id=2046,
+        engram_compressed_vocab_size=1500,
         engram_layer_ids=(1, 2),
         engram_vocab_size=1000,
         engram_num_embeddings=rows,

@@ -21,10 +21,11 @@ typedef int64_t i64;
 // NaN in the second argument comes out, NaN in the first does not: put the limit first where NaN must pass.
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define LENGTH(array) (i64)(sizeof(array) / sizeof *(array))
 // Multiply-adds below which starting threads costs more than it saves.
 #define PARALLEL_WORK 100000
 
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define LANES 16
 #else
 #define LANES 8
@@ -56,12 +57,12 @@ INLINE void sum_lanes4(vec a, vec b, vec c, vec d, float out[4]) {
     const vec ab = EVEN(a, b) + ODD(a, b), cd = EVEN(c, d) + ODD(c, d);
     vec s = LOW(ab, cd) + HIGH(ab, cd);
 #if LANES == 16
-    s += SHUFFLE(s, s, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    s += SHUFFLE(s, s, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    const __m256 half = _mm512_castps512_ps256((__m512)s) + _mm512_extractf32x8_ps((__m512)s, 1);
+    _mm_storeu_ps(out, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
 #else
     s += SHUFFLE(s, s, 4, 5, 6, 7, 0, 1, 2, 3);
-#endif
     memcpy(out, &s, 16);
+#endif
 }
 
 INLINE uint32_t as_bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }

@@ -34,7 +34,7 @@ EXPORT int moe_gate(const float *logits, const float *bias, i64 bias_stride, i64
     return failed;
 }
 
-enum { COLUMNS = BUFFER_ROWS };  // output columns of one work item
+enum { COLUMNS = 16 };  // output columns of one work item
 
 // gate * silu(min(g, limit)) * clamp(u) of one token-expert pair, for columns [first, first + count).
 static void activate(const float *g, const float *u, float gate, float limit, i64 count, float *z) {

@@ -10,7 +10,7 @@ typedef struct {
     i64 k;
 } Weight;
 
-enum { BUFFER_ROWS = 16 };  // rows of a weight that a caller may ask for at once
+enum { BUFFER_ROWS = 2 * LANES };  // rows of a weight that a caller may ask for at once; 32 have the same FP8 scales
 
 // out[i, c] = x[i] . row first + c of w, for n rows of x and `count` of w; `buffer` has room for BUFFER_ROWS * k floats,
 // which w in float32 does not need. A result does not depend on n.

@@ -1,8 +1,6 @@
 // Decoding of stored rows (spec: model, section 7). Exact: every product below is representable.
 #pragma once
-#include "common.h"
-
-enum row_kind { ROW_F32, ROW_BF16, ROW_FP8, ROW_MXFP4, ROW_NVFP4 };
+#include "groups.h"
 
 // A cache [pages, page_size, row] with arbitrary strides (bytes); the row itself is contiguous.
 typedef struct {
@@ -15,107 +13,12 @@ INLINE const void *row_at(const Rows *rows, i64 slot) {
     return rows->data + slot / rows->page_size * rows->page_stride + slot % rows->page_size * rows->row_stride;
 }
 
-INLINE float e8m0_value(uint8_t e) { return as_float(e == 255 ? 0x7fc00000u : e ? (uint32_t)e << 23 : 0x00400000u); }
-INLINE float e4m3_value(uint8_t b) {
-    const uint32_t magnitude = b & 0x7f, sign = (uint32_t)(b & 0x80) << 24;
-    const uint32_t normal = (magnitude << 20) + (120u << 23);
-    const uint32_t subnormal = as_bits((float)(int32_t)magnitude * 0x1p-9f);
-    const uint32_t bits = magnitude < 8 ? subnormal : normal;
-    return as_float((magnitude == 0x7f ? 0x7fc00000u : bits) | sign);
-}
-INLINE float e2m1_value(uint32_t code) {
-    const uint32_t magnitude = code & 7, sign = (code & 8) << 28;
-    const uint32_t normal = (magnitude + 252) << 22;
-    return as_float((magnitude > 1 ? normal : magnitude ? 0x3f000000u : 0u) | sign);
-}
-
-INLINE vec bf16_lanes(const uint16_t *values) {
-#if LANES == 16
-    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values)), 16);
-#elif defined(__AVX2__)
-    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)values)), 16);
-#else
-    float out[LANES];
-    for (int i = 0; i < LANES; i++) out[i] = as_float((uint32_t)values[i] << 16);
-    return load(out);
-#endif
-}
-
-// E4M3 values times 2^-8: the bits of a byte, moved up, are those in half precision; NaN is put in.
-INLINE vec e4m3_lanes(const uint8_t *bytes) {
-#if LANES == 16
-    const __m256i nan = _mm256_set1_epi16(0x7f), wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)bytes));
-    const __m256i bits = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
-    const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(wide, nan), nan);
-    return (vec)_mm512_cvtph_ps(_mm256_mask_mov_epi16(bits, is_nan, _mm256_set1_epi16(0x7e00)));
-#elif defined(__AVX2__) && defined(__F16C__)
-    const __m128i nan = _mm_set1_epi16(0x7f), wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)bytes));
-    const __m128i bits = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbf80));
-    const __m128i is_nan = _mm_cmpeq_epi16(_mm_and_si128(wide, nan), nan);
-    return (vec)_mm256_cvtph_ps(_mm_blendv_epi8(bits, _mm_set1_epi16(0x7e00), is_nan));
-#else
-    float out[LANES];
-#pragma omp simd
-    for (int i = 0; i < LANES; i++) out[i] = e4m3_value(bytes[i]) * 0x1p-8f;
-    return load(out);
-#endif
-}
-
-enum { GROUP = 32 / LANES };  // vectors of 32 values
-
-// 16 bytes of E2M1 pairs -> 32 values, low nibble first; a scale for each half. The tables are scaled, not the values.
-INLINE void e2m1_group(const uint8_t *packed, const float scale[2], vec out[GROUP]) {
-#if defined(__AVX2__)
-    // Look-ups read the low bits of an index only, so the other nibble may stay in it.
-    const __m128i bytes = _mm_loadu_si128((const __m128i *)packed), shifted = _mm_srli_epi16(bytes, 4);
-    const __m128i codes[2] = {_mm_unpacklo_epi8(bytes, shifted), _mm_unpackhi_epi8(bytes, shifted)};
-#endif
-#if LANES == 16
-    const __m512 table = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-    for (int v = 0; v < 2; v++) {
-        const __m512 scaled = _mm512_mul_ps(table, _mm512_set1_ps(scale[v]));
-        out[v] = (vec)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes[v]), scaled);
-    }
-#elif defined(__AVX2__)
-    const __m256 table = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
-    const __m256i sign = _mm256_set1_epi32((int)0x80000000u);
-    for (int v = 0; v < 4; v++) {
-        const __m256 scaled = _mm256_mul_ps(table, _mm256_set1_ps(scale[v / 2]));
-        const __m256i code = _mm256_cvtepu8_epi32(v % 2 ? _mm_srli_si128(codes[v / 2], 8) : codes[v / 2]);
-        const __m256i negative = _mm256_and_si256(_mm256_slli_epi32(code, 28), sign);
-        out[v] = (vec)_mm256_xor_ps(_mm256_permutevar8x32_ps(scaled, code), _mm256_castsi256_ps(negative));
-    }
-#else
-    float values[32];
-    for (int i = 0; i < 16; i++) {
-        values[2 * i] = e2m1_value(packed[i] & 15) * scale[i / 8];
-        values[2 * i + 1] = e2m1_value(packed[i] >> 4) * scale[i / 8];
-    }
-    for (int v = 0; v < GROUP; v++) out[v] = load(values + v * LANES);
-#endif
-}
-
-// Values 32 g to 32 g + 31 of a row. Scales: E8M0 for 32 values (FP8, MXFP4), E4M3 for 16 (NVFP4).
-INLINE void decode_group(const int kind, const uint8_t *values, const uint8_t *scales, i64 g, vec out[GROUP]) {
-    if (kind == ROW_BF16) {
-        for (int v = 0; v < GROUP; v++) out[v] = bf16_lanes((const uint16_t *)values + 32 * g + v * LANES);
-    } else if (kind == ROW_FP8) {
-        const int is_large = scales[g] > 246;  // 2^8 times such a scale is no number
-        const float scale = e8m0_value(scales[g]) * (is_large ? 1.0f : 256.0f);
-        for (int v = 0; v < GROUP; v++) out[v] = e4m3_lanes(values + 32 * g + v * LANES) * scale;
-        for (int v = 0; is_large && v < GROUP; v++) out[v] *= 256.0f;
-    } else if (kind == ROW_MXFP4) {
-        const float scale = e8m0_value(scales[g]);
-        e2m1_group(values + 16 * g, (float[2]){scale, scale}, out);
-    } else {
-        e2m1_group(values + 16 * g, (float[2]){e4m3_value(scales[2 * g]), e4m3_value(scales[2 * g + 1])}, out);
-    }
-}
-
 INLINE void decode_groups(const int kind, const uint8_t *values, const uint8_t *scales, i64 dim, float *out) {
+    const i64 size = kind == ROW_BF16 ? 64 : kind == ROW_FP8 ? 32 : 16;  // of a group of 32
+    const i64 num_scales = kind == ROW_BF16 ? 0 : kind == ROW_NVFP4 ? 2 : 1;
     for (i64 g = 0; g < dim / 32; g++) {
         vec group[GROUP];
-        decode_group(kind, values, scales, g, group);
+        decode_group(kind, values + g * size, scales + g * num_scales, group);
         for (int v = 0; v < GROUP; v++) store(out + 32 * g + v * LANES, group[v]);
     }
 }

@@ -2,7 +2,8 @@
 // largest of four scales, so that 128 values have one. That second step is exact but for values that become subnormal: they
 // change by at most 2^-10 of a step where the largest value is above 224.
 //
-// Eight threads make 128 values of one row. Macro FROM_FP8: the input is E4M3 with UE8M0 scales already, else BF16.
+// Eight threads make 128 values of one row. Macros: FROM_FP8: the input is E4M3 with UE8M0 scales already, else BF16.
+// ORDERED: the columns of 128 values take the order of fp4_weights.py's ordered_columns; rows have whole pieces of 128.
 
 #include "../deep_jit/hopper.cuh"
 #include "tma.cuh"
@@ -71,7 +72,15 @@ extern "C" __global__ void __launch_bounds__(256) quantize_rows(const __grid_con
     for (int i = 0; i < 4; i++)
         packed[i] = pack_e4m3(v[4 * i] * factor, v[4 * i + 1] * factor) |
                     (u32)pack_e4m3(v[4 * i + 2] * factor, v[4 * i + 3] * factor) << 16;
+#if ORDERED
+    // The word of columns 32 c + 8 s + 4 u + 0..3 goes to 32 s + 16 u + 4 c: c = lane / 2, s = 2 (lane % 2) + i / 2, u = i % 2.
+    u8* target = p.out + ((long long)row * k_blocks + k_block) * 128 + lane % 2 * 64 + lane / 2 * 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (row < p.m) *(u32*)(target + i / 2 * 32 + i % 2 * 16) = packed[i];
+#else
     if (inside) store_global(p.out + (long long)row * p.k + column, packed[0], packed[1], packed[2], packed[3]);
+#endif
     if (row < p.m && lane == 0) {
         float scale = top == 255 ? __uint_as_float(0x7FC00000u) : top == 0 ? 0x1p-127f : power_of_two(top);
         p.out_scales[(long long)k_block * p.out_scales_stride + row] = scale;

@@ -31,31 +31,35 @@ class _Params(ctypes.Structure):
     ]
 
 
-def build(from_fp8: bool) -> Build:
+def build(from_fp8: bool, ordered: bool = False) -> Build:
     """What to compile."""
-    return Build("quantize_rows", SOURCE, {"FROM_FP8": int(from_fp8)})
+    return Build("quantize_rows", SOURCE, {"FROM_FP8": int(from_fp8), "ORDERED": int(ordered)})
 
 
 def builds() -> list[Build]:
     """From BF16 and from E4M3 with UE8M0 scales."""
-    return [build(False), build(True)]
+    return [build(False), build(True), build(False, True)]
 
 
 @cache
-def _kernel(from_fp8: bool) -> Kernel:
-    return Kernel(build(from_fp8))
+def _kernel(from_fp8: bool, ordered: bool) -> Kernel:
+    return Kernel(build(from_fp8, ordered))
 
 
 def quantize_rows(
-    x: Tensor, scale_bytes: Tensor | None = None, rows: Tensor | None = None, starts_early: bool = False
+    x: Tensor,
+    scale_bytes: Tensor | None = None,
+    rows: Tensor | None = None,
+    starts_early: bool = False,
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rows of x as E4M3 [M, K] with float32 scales [M, ceil(K / 128)] (M contiguous), on the GPU.
 
     x is BF16 [N, K], quantised as an FP8 linear does it (one power of two for 32 values; spec: model, section 3), or
     E4M3 [N, K] with its UE8M0 `scale_bytes` [N, K / 32]. Four scales become one, their largest: exact but for values
     that become subnormal. `rows` int32 [M] names the row of x for each row of the result; without it, all in order.
-    K must be a multiple of 32. `starts_early`: the kernel before on the stream may let this one start. Raises
-    ValueError.
+    K must be a multiple of 32. `ordered`: columns as `ordered_columns` says, K filled up with zeros. `starts_early`:
+    the kernel before on the stream may let this one start. Raises ValueError.
     """
     from_fp8 = scale_bytes is not None
     n, k = x.shape
@@ -67,7 +71,7 @@ def quantize_rows(
         raise ValueError(f"scale_bytes must be [{n}, {k // 32}], got {list(scale_bytes.shape)}")
     m = n if rows is None else rows.shape[0]
     blocks = -(-k // 128)
-    out = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    out = torch.empty(m, blocks * 128 if ordered else k, dtype=torch.float8_e4m3fn, device=x.device)
     out_scales = torch.empty(blocks, -(-m // 4) * 4, device=x.device)[:, :m].T
     if m == 0 or k == 0:
         return out, out_scales
@@ -77,7 +81,7 @@ def quantize_rows(
         params.rows = rows.data_ptr()
     if scale_bytes is not None:
         params.scale_bytes, params.scale_stride = scale_bytes.data_ptr(), scale_bytes.stride(0)
-    _kernel(from_fp8).launch((-(-m * blocks // ITEMS), 1, 1), (256, 1, 1), params, starts_early=starts_early)
+    _kernel(from_fp8, ordered).launch((-(-m * blocks // ITEMS), 1, 1), (256, 1, 1), params, starts_early=starts_early)
     return out, out_scales
 
 

@@ -4,6 +4,9 @@
 // 8 further) 16 bytes a lane, a word for 32 columns; then for each row four bytes, one for 32 columns. A word's low half
 // holds the magnitudes of columns 4 c + 0..3 and its high half those of 16 + 4 c + 0..3 (c = lane % 4), three bits in a
 // nibble; the nibbles' top bits are the signs, where they have to be shifted least. A scale is 2^(t - 5) times the row's own.
+//
+// What the products take as columns 32 s + 16 u + 4 c + i are columns 32 c + 8 s + 4 u + i of the matrix, in the weights and
+// in the tokens. All columns of a thread are then of one group of 32, with one table of magnitudes.
 #pragma once
 
 #include "../deep_jit/hopper.cuh"
@@ -21,26 +24,25 @@ __constant__ uint2 small_magnitudes[8] = {{0x0C080400, 0x1C181410}, {0x06040200,
 DEVICE uint2 scaled_magnitudes(u32 t) { return make_uint2(0x14100800u + t * 0x08080800u, 0x24201C18u + t * 0x08080808u); }
 
 struct Codes {
-    u32 words[2][4];  // of the two rows, 32 columns each
-    u32 scales[2];
+    u32 words[2][4];  // of the two rows, one for each product of 32 columns
+    u32 scales[2];    // of this thread's columns
 };
 
 DEVICE Codes load_codes(u32 tile, int rows_64, int warp, int lane) {
     Codes codes;
     u32 at = tile + rows_64 * 4096 + warp * 1024 + lane * 16;
-    u32 scales = tile + TILE_CODES + (rows_64 * 64 + warp * 16 + lane / 4) * 4;
+    u32 scales = tile + TILE_CODES + (rows_64 * 64 + warp * 16 + lane / 4) * 4 + lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const uint4 words = load_words(at + half * 512);
         codes.words[half][0] = words.x, codes.words[half][1] = words.y;
         codes.words[half][2] = words.z, codes.words[half][3] = words.w;
-        codes.scales[half] = load_word(scales + half * 32);
+        codes.scales[half] = load_byte(scales + half * 32);
     }
     return codes;
 }
 
-// E4M3 of these magnitudes, negative where the bytes of `signs` have their top bit. In one instruction: the compiler would
-// keep the masked signs for the rare case below, in registers that are needed.
+// E4M3 of these magnitudes, negative where the bytes of `signs` have their top bit.
 DEVICE u32 with_signs(u32 magnitudes, u32 signs) { return or_masked<0x80808080u>(magnitudes, signs); }
 // The permutation looks at the lower 16 bits of its selector only.
 DEVICE void widen_word(u32 word, uint2 magnitudes, u32& low, u32& high) {
@@ -49,24 +51,19 @@ DEVICE void widen_word(u32 word, uint2 magnitudes, u32& low, u32& high) {
     high = with_signs(permute(magnitudes.x, magnitudes.y, selectors >> 16), word << 4);
 }
 
+// Eight magnitudes of a group of 32. A group far below its row's largest is rare: no branch, it is read from memory.
+DEVICE uint2 group_magnitudes(u32 t) {
+    uint2 magnitudes = scaled_magnitudes(t);
+    if (t & 0x80) magnitudes = small_magnitudes[t & 7];
+    return magnitudes;
+}
+
 // Operands of four products of 32 columns.
 DEVICE void widen(const Codes& codes, u32 (&a)[4][4]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+        const uint2 magnitudes = group_magnitudes(codes.scales[half]);
 #pragma unroll
-        for (int s = 0; s < 4; s++) {
-            const u32 t = permute(codes.scales[half], 0, 0x4440 + s);
-            widen_word(codes.words[half][s], scaled_magnitudes(t), a[s][half], a[s][2 + half]);
-        }
-    }
-    if (__any_sync(~0u, (codes.scales[0] | codes.scales[1]) & 0x80808080u)) {  // rare: far below the row's largest
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-#pragma unroll
-            for (int s = 0; s < 4; s++) {
-                const u32 t = permute(codes.scales[half], 0, 0x4440 + s);
-                if (t & 0x80) widen_word(codes.words[half][s], small_magnitudes[t & 7], a[s][half], a[s][2 + half]);
-            }
-        }
+        for (int s = 0; s < 4; s++) widen_word(codes.words[half][s], magnitudes, a[s][half], a[s][2 + half]);
     }
 }

@@ -15,7 +15,10 @@ EXPERTS_AT_ONCE = 4  # arranging takes some 100 bytes a weight byte
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """`tiles` uint8 [E, rows / 256, K / 128, 17408] and `row_scales` float32 [E, rows], rows padded; see `arrange`."""
+    """`tiles` uint8 [E, rows / 256, K / 128, 17408] and `row_scales` float32 [E, rows], rows padded; see `arrange`.
+
+    Columns are in the order of `ordered_columns`, which x must have too.
+    """
 
     tiles: Tensor
     row_scales: Tensor
@@ -26,6 +29,23 @@ class ExpertWeights:
     @property
     def nbytes(self) -> int:
         return self.tiles.numel() + self.row_scales.numel() * 4
+
+
+def ordered_columns(x: Tensor) -> Tensor:
+    """x [P, K] of one byte a value -> [P, K'], filled up with zeros to K', a multiple of 128.
+
+    Column 32 c + 8 s + 4 u + i of each 128 goes to 32 s + 16 u + 4 c + i: a thread of the products holds columns 4 c to
+    4 c + 3 of every 16, so all of its weights are of one group of 32. `quantize_rows(ordered=True)` writes this order.
+    """
+    padded = F.pad(x.view(torch.uint8), (0, -x.shape[1] % TILE_COLUMNS))
+    moved = padded.unflatten(1, (-1, 4, 4, 2, 4)).permute(0, 1, 3, 4, 2, 5)
+    return moved.reshape(padded.shape).view(x.dtype)
+
+
+def natural_columns(x: Tensor, columns: int) -> Tensor:
+    """The inverse: x [P, K'] in the order of `ordered_columns` -> [P, columns]."""
+    moved = x.view(torch.uint8).unflatten(1, (-1, 4, 2, 4, 4)).permute(0, 1, 4, 2, 3, 5)
+    return moved.reshape(x.shape)[:, :columns].contiguous().view(x.dtype)
 
 
 def arrange(packed: Tensor, scale_bytes: Tensor, gate_up: bool = False) -> ExpertWeights:
@@ -74,10 +94,10 @@ def _arrange(packed: Tensor, exponents: Tensor, row_blocks: int, k_blocks: int) 
     scale_codes = torch.where(distance <= 11, 11 - distance, 0x80 | (distance - 12).clamp(0, 7)).to(torch.uint8)
     scale_codes = torch.where(used, scale_codes, 0)
 
-    # Rows: 64-row groups q, warps w, halves h, rows r; columns: blocks, groups s, upper or lower 16 u, lanes c, i.
+    # Rows: 64-row groups q, warps w, halves h, rows r; columns: blocks, groups of 32 c, products s, halves u, i.
     nibbles = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2).to(torch.int32)
-    nibbles = nibbles.view(experts, row_blocks, 4, 4, 2, 8, k_blocks, 4, 2, 4, 4)
-    nibbles = nibbles.permute(0, 1, 6, 2, 3, 4, 5, 9, 7, 8, 10)  # [E, row block, k block, q, w, h, r, c, s, u, i]
+    nibbles = nibbles.view(experts, row_blocks, 4, 4, 2, 8, k_blocks, 4, 4, 2, 4)
+    nibbles = nibbles.permute(0, 1, 6, 2, 3, 4, 5, 7, 8, 9, 10)  # [E, row block, k block, q, w, h, r, c, s, u, i]
     u = torch.arange(2, device=packed.device).view(2, 1)
     i = torch.arange(4, device=packed.device).view(1, 4)
     words = ((nibbles & 7).long() << (16 * u + 4 * i)) | ((nibbles >> 3).long() << (8 * i + 7 - 4 * u))

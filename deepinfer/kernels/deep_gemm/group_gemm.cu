@@ -34,6 +34,7 @@ struct Params {
     int tokens, experts, row_blocks, k_blocks, columns;  // rows of x; columns of the result, which are a weight's rows
 };
 
+#define TOKEN_STEP 16
 #include "moe_tiles.cuh"
 
 static_assert(BARRIERS + STAGES * 16 <= 232448, "more shared memory than a block has");

@@ -74,7 +74,7 @@ def routed_experts(
     if not n:
         return torch.zeros(n, dim, device=x.device) if other is None else other
     begins, counts, tokens, pairs, sorted_gates = route(chosen, gates, w13.tiles.shape[0])
-    values, scales = quantize_rows(x, rows=tokens, starts_early=True)
+    values, scales = quantize_rows(x, rows=tokens, starts_early=True, ordered=True)
     z, z_scales = grouped_gate_up(values, scales, begins, counts, w13, sorted_gates, limit, starts_early=True)
     parts = torch.empty(n * slots, dim, dtype=torch.bfloat16, device=x.device)
     grouped_gemm(z, z_scales, begins, counts, w2, parts, pairs, starts_early=True)

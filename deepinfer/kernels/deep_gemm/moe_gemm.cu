@@ -1,20 +1,21 @@
 // Grouped products of a mixture of experts: for each expert, its MXFP4 weights times the FP8 rows of its tokens.
 //
 // The weights are the rows of the tensor cores' product and come from registers, widened there; tokens are its columns, so
-// that few tokens waste little. One warpgroup feeds tiles of 128 columns into a ring with the bulk copy engine, GROUPS share
-// the weight rows: two for many tokens, four for few, where widening takes longest and more warps hide its latencies. A tile
-// has 256 weight rows and up to MAX_TOKENS tokens of one expert; blocks are persistent. While a product runs, the sums of
-// the one before take the tokens' scales (1 x 128) and the weights of the next are widened; the weights' row scales follow
-// at the end. With programmatic dependent launch weights are on their way while the kernel before still makes the tokens; it
-// must not make the routing.
+// that few tokens waste little. One warp feeds tiles of 128 columns into a ring with the bulk copy engine, four warpgroups
+// share the weight rows. A tile has 256 weight rows and up to MAX_TOKENS tokens of one expert; blocks are persistent. For few
+// tokens a warpgroup widens the weights of the next product and scales the sums of the one before (1 x 128) while one runs.
+// For many that takes more registers than there are: each warpgroup does all in turn, and four warps a scheduler overlap. The
+// weights' row scales follow at the end. With programmatic dependent launch weights are on their way while the kernel before
+// still makes the tokens; it must not make the routing.
 //
 // GATE_UP: rows are 8 of w1 and 8 of w3 in turn; the result is SwiGLU, clamped, times the token's gate, as E4M3 rounded in
 // groups of 32 and scaled 1 x 128. Else the result is BF16.
-// Macros: GATE_UP, STAGES, GROUPS (2, 4), MAX_TOKENS (80 or less, with 4 GROUPS at most 32).
+// Macros: GATE_UP, STAGES, MAX_TOKENS (32 or 80).
 
-#define WAVES (4 / GROUPS)  // products of 64 rows of a group
+#define GROUPS 4  // warpgroups that multiply 64 rows each
 #define MATH_THREADS (GROUPS * 128)
 #define THREADS (MATH_THREADS + 128)
+#define TOKEN_STEP 8
 
 #include "fp4_weights.cuh"
 #include "products.cuh"
@@ -62,7 +63,9 @@ struct Ring {
 };
 
 // Columns of a product that holds `tokens`: sizes that multiply_tile is made for.
-DEVICE int product_size(int tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : (tokens + 15) / 16 * 16; }
+DEVICE int product_size(int tokens) {
+    return tokens <= 16 ? 16 : tokens <= 32 ? 32 : tokens <= 48 ? 48 : (tokens + 7) / 8 * 8;
+}
 
 DEVICE void feed(const Params& p, const TensorMap* x_map, const TensorMap* scale_map, const Tiles& tiles, u32 shared,
                  u32 full, u32 empty) {
@@ -79,8 +82,8 @@ DEVICE void feed(const Params& p, const TensorMap* x_map, const TensorMap* scale
         };
         auto load_tokens = [&](int k, int stage) {
             const u32 arrived = full + stage * 8, target = shared + stage * STAGE_BYTES;
-            for (int row = 0; row < size; row += 16)
-                load_box(target + row * 128, x_map, k * 128, tile.first + row, arrived);
+#pragma unroll 1
+            for (int row = 0; row < size; row += 8) load_box(target + row * 128, x_map, k * 128, tile.first + row, arrived);
             load_box(target + X_SCALES, scale_map, tile.first, k, arrived);
         };
         int k = 0;
@@ -98,6 +101,12 @@ DEVICE void feed(const Params& p, const TensorMap* x_map, const TensorMap* scale
         }
     }
     if (!waited) wait_for_previous_kernel();  // this kernel ends after it
+}
+
+// This warp has read the buffer. Without a branch: behind one the compiler keeps no warp-wide values in uniform registers.
+DEVICE void release_buffer(u32 release, int lane) {
+    __syncwarp();
+    barrier_arrive_if(lane == 0, release);
 }
 
 // Scales of the tokens 8 j + 2 c and the next.
@@ -118,29 +127,28 @@ DEVICE void add_scaled(float (&total)[SUMS], const float (&sum)[SUMS], const flo
     }
 }
 
-// The weights' rows of wave `w` of a stage, as operands.
-DEVICE void widen_rows(u32 shared, const Ring& ring, int w, const Place& at, u32 (&a)[4][4]) {
-    widen(load_codes(shared + ring.stage * STAGE_BYTES + X_BYTES, at.group * WAVES + w, at.warp, at.lane), a);
+// This warpgroup's rows of a stage's weights, as operands.
+DEVICE void widen_rows(u32 shared, const Ring& ring, const Place& at, u32 (&a)[4][4]) {
+    widen(load_codes(shared + ring.stage * STAGE_BYTES + X_BYTES, at.group, at.warp, at.lane), a);
 #pragma unroll
     for (int s = 0; s < 4; s++) fence_registers(a[s]);
 }
 
 template <int SUMS>
 DEVICE void start_product(float (&sum)[SUMS], u32 (&a)[4][4], u64 x) {
-    fence_registers(sum);
 #pragma unroll
     for (int s = 0; s < 4; s++) fence_registers(a[s]);
     wgmma_fence();
+    multiply_new(sum, a[0], x);
 #pragma unroll
-    for (int s = 0; s < 4; s++) multiply(sum, a[s], x + 2 * s, s);
+    for (int s = 1; s < 4; s++) multiply(sum, a[s], x + 2 * s, 1);
     wgmma_commit();
 }
 
-// Returns when at most PENDING products of this group are left, of which this is none.
-template <int PENDING, int SUMS>
+template <int SUMS>
 DEVICE void wait_for_product(float (&sum)[SUMS], u32 (&a)[4][4]) {
     fence_registers(sum);
-    wgmma_wait<PENDING>();
+    wgmma_wait<0>();
     fence_registers(sum);
 #pragma unroll
     for (int s = 0; s < 4; s++) fence_registers(a[s]);
@@ -148,39 +156,27 @@ DEVICE void wait_for_product(float (&sum)[SUMS], u32 (&a)[4][4]) {
 
 template <int N>
 DEVICE void multiply_tile(const Params& p, const Tile& tile, u32 shared, u32 full, u32 empty, Ring& ring, const Place& at) {
-    float total[WAVES][N / 2];
-    u32 a[2][4][4];
     const Ahead ahead(p, tile, at);
+    float total[N / 2], sum[N / 2];
 #pragma unroll
-    for (int w = 0; w < WAVES; w++)
-#pragma unroll
-        for (int i = 0; i < N / 2; i++) total[w][i] = 0.0f;
+    for (int i = 0; i < N / 2; i++) total[i] = 0.0f;
     float2 scales[N / 8];
-    barrier_wait(full + ring.stage * 8, ring.parity);
-    widen_rows(shared, ring, 0, at, a[0]);
-#if WAVES == 2
-    float sum[2][N / 2];
-    for (int k = 0; k < p.k_blocks; k++) {
-        const u32 stage = shared + ring.stage * STAGE_BYTES, release = empty + ring.stage * 8;
-        const u64 x = matrix_descriptor(stage);
-        start_product(sum[0], a[0], x);
-        widen_rows(shared, ring, 1, at, a[1]);
-        start_product(sum[1], a[1], x);
-        wait_for_product<1>(sum[0], a[0]);
+#if MAX_TOKENS > 32
+    u32 a[4][4];
+    for (int k = 0; k < p.k_blocks; k++, ring.next()) {
+        const u32 stage = shared + ring.stage * STAGE_BYTES;
+        barrier_wait(full + ring.stage * 8, ring.parity);
+        widen_rows(shared, ring, at, a);
+        start_product(sum, a, matrix_descriptor(stage));
+        wait_for_product(sum, a);
         load_scales(scales, stage + X_SCALES + 8 * at.c);
-        add_scaled(total[0], sum[0], scales);
-        ring.next();
-        if (k + 1 < p.k_blocks) {
-            barrier_wait(full + ring.stage * 8, ring.parity);
-            widen_rows(shared, ring, 0, at, a[0]);
-        }
-        wait_for_product<0>(sum[1], a[1]);
-        add_scaled(total[1], sum[1], scales);
-        __syncwarp();
-        if (at.lane == 0) barrier_arrive(release);
+        add_scaled(total, sum, scales);
+        release_buffer(empty + ring.stage * 8, at.lane);
     }
 #else
-    float sum[N / 2];
+    u32 a[2][4][4];
+    barrier_wait(full + ring.stage * 8, ring.parity);
+    widen_rows(shared, ring, at, a[0]);
     for (int first = 0; first < p.k_blocks; first += 2) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -190,13 +186,12 @@ DEVICE void multiply_tile(const Params& p, const Tile& tile, u32 shared, u32 ful
             ring.next();
             if (first + i + 1 < p.k_blocks) {
                 barrier_wait(full + ring.stage * 8, ring.parity);
-                widen_rows(shared, ring, 0, at, a[1 - i]);
+                widen_rows(shared, ring, at, a[1 - i]);
             }
             load_scales(scales, stage + X_SCALES + 8 * at.c);
-            wait_for_product<0>(sum, a[i]);
-            add_scaled(total[0], sum, scales);
-            __syncwarp();
-            if (at.lane == 0) barrier_arrive(release);
+            wait_for_product(sum, a[i]);
+            add_scaled(total, sum, scales);
+            release_buffer(release, at.lane);
         }
     }
 #endif
@@ -220,16 +215,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const Tiles tiles(p, (int*)(memory + TABLES), (int*)(memory + STAGING));
     if (threadIdx.x >= MATH_THREADS) {
-        fewer_registers<24>();  // what the others take must have been given
+        fewer_registers<32>();  // what the others take must have been given
         if (__shfl_sync(~0u, threadIdx.x / 32, 0) == GROUPS * 4 && elect_one())
             feed(p, &x_map, &scale_map, tiles, shared, full, empty);
         return;
     }
-    more_registers<GROUPS == 2 ? 240 : 112>();
+    more_registers<112>();
     Ring ring;
     Place at;
     at.group = __shfl_sync(~0u, threadIdx.x / 128, 0), at.warp = __shfl_sync(~0u, threadIdx.x % 128 / 32, 0);
-    at.lane = threadIdx.x % 32, at.c = at.lane % 4;
+    at.lane = hidden(threadIdx.x % 32), at.c = at.lane % 4;  // hidden: asked for once, not in every step
     for (int index = blockIdx.x; index < tiles.total; index += gridDim.x) {
         const Tile tile = tiles.of(p, index);
         if (tile.tokens <= 0) continue;
@@ -241,7 +236,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
             case 32: multiply_tile<32>(p, tile, shared, full, empty, ring, at); break;
             case 48: multiply_tile<48>(p, tile, shared, full, empty, ring, at); break;
+            case 56: multiply_tile<56>(p, tile, shared, full, empty, ring, at); break;
             case 64: multiply_tile<64>(p, tile, shared, full, empty, ring, at); break;
+            case 72: multiply_tile<72>(p, tile, shared, full, empty, ring, at); break;
             default: multiply_tile<80>(p, tile, shared, full, empty, ring, at); break;
 #endif
         }

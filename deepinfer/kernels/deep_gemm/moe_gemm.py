@@ -20,6 +20,7 @@ SOURCE = Path(__file__).parent / "moe_gemm.cu"
 MAX_EXPERTS = 1024
 SHARED_BYTES = 232_448  # of a block on Hopper
 FEW_TOKENS = 16  # of an expert on average, up to which the kernel for few is the faster
+THREADS = 5 * 128  # four warpgroups that multiply and one that copies
 
 
 class _Params(ctypes.Structure):
@@ -50,19 +51,10 @@ class _Variant:
     gate_up: bool
     few: bool
 
-    @property
-    def groups(self) -> int:
-        return 4 if self.few else 2
-
-    @property
-    def threads(self) -> int:
-        return self.groups * 128 + 128
-
     def build(self) -> Build:
         """What to compile."""
         tokens, stages = (32, 9) if self.few else (80, 7 if self.gate_up else 6)
-        defines = {"GATE_UP": int(self.gate_up), "STAGES": stages, "GROUPS": self.groups, "MAX_TOKENS": tokens}
-        return Build("moe_gemm", SOURCE, dict(defines))
+        return Build("moe_gemm", SOURCE, {"GATE_UP": int(self.gate_up), "STAGES": stages, "MAX_TOKENS": tokens})
 
 
 def builds() -> list[Build]:
@@ -86,8 +78,8 @@ def _launch(
 ) -> None:
     rows, k = x.shape
     experts, row_blocks, k_blocks = weights.tiles.shape[:3]
-    if k != weights.columns or x.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"x must be float8_e4m3fn [P, {weights.columns}], got {x.dtype} {list(x.shape)}")
+    if k != k_blocks * 128 or x.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"x must be float8_e4m3fn [P, {k_blocks * 128}], got {x.dtype} {list(x.shape)}")
     if list(x_scales.shape) != [rows, k_blocks] or x_scales.dtype != torch.float32:
         raise ValueError(f"x_scales must be float32 [{rows}, {k_blocks}], got {list(x_scales.shape)}")
     for name, table in (("begins", begins), ("counts", counts)):
@@ -104,9 +96,9 @@ def _launch(
     variant = _Variant(weights.gate_up, rows <= FEW_TOKENS * experts)
     _kernel(variant).launch(
         (processors(x.device.index), 1, 1),
-        (variant.threads, 1, 1),
+        (THREADS, 1, 1),
         params,
-        tensor_map(x, (16, 128), 128),
+        tensor_map(x, (8, 128), 128),
         tensor_map(row_scales_layout(x_scales).T, (1, 128), 0),
         starts_early=starts_early,
     )
@@ -124,7 +116,8 @@ def grouped_gemm(
 ) -> Tensor:
     """Rows begins[e] .. begins[e] + counts[e] of x [P, K] times expert e's weights -> the same rows of out BF16 [P, O].
 
-    x E4M3, x_scales float32 [P, ceil(K / 128)]; begins and counts int32 [E], nothing is copied to the host. Contiguous
+    x E4M3 in the order of `ordered_columns`, K filled up to a multiple of 128 (`quantize_rows(ordered=True)` makes it
+    so); x_scales float32 [P, K / 128]; begins and counts int32 [E], nothing is copied to the host. Contiguous
     groups follow one another, masked ones begin at multiples of their room: both are ranges of rows. Rows of no expert
     are not written. begins and counts None: a dense product, with the one expert. `out_rows` int32 [P] sends row p to
     out_rows[p] of `out`. `starts_early`: the kernel before on the stream makes x and nothing else of the arguments.
@@ -157,17 +150,19 @@ def grouped_gate_up(
     """As `grouped_gemm` by [w1 | w3], then gate * silu(min(g, limit)) * clamp(u, -limit, limit) in float32, rounded to
     E4M3 with one power-of-two scale for 32 values (spec: model, sections 3 and 6), all in one launch.
 
-    gates float32 [P]. Returns E4M3 [P, I] and float32 scales [P, ceil(I / 128)]: the four scales of 128 values are made
-    one, their largest, which rounds only values that become subnormal. I must be a multiple of 32. Raises ValueError.
+    gates float32 [P]. Returns E4M3 [P, I'], I filled up with zeros to a multiple of 128, in the order that the next
+    product takes, and float32 scales [P, I' / 128]: the four scales of 128 values are made one, their largest, which
+    rounds only values that become subnormal. I must be a multiple of 32. Raises ValueError.
     """
     inner, rows = weights.rows // 2, x.shape[0]
     if not weights.gate_up or inner % 32:
         raise ValueError(f"weights must be arranged with gate_up, I a multiple of 32, got I = {inner}")
     check("gates", gates, torch.float32, [rows], x)
-    out = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=x.device)
+    width = -(-inner // 128) * 128
+    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     out_scales = torch.empty(-(-inner // 128), -(-rows // 4) * 4, device=x.device)[:, :rows].T
     if rows:
-        params = _Params(out=out.data_ptr(), out_stride=inner, columns=inner, limit=limit, gates=gates.data_ptr())
+        params = _Params(out=out.data_ptr(), out_stride=width, columns=width, limit=limit, gates=gates.data_ptr())
         params.out_scales, params.out_scales_stride = out_scales.data_ptr(), out_scales.stride(1)
         _launch(x, x_scales, begins, counts, weights, params, starts_early)
     return out, out_scales

@@ -1,5 +1,5 @@
 // Tiles of a grouped product: the tokens of each expert, at most MAX_TOKENS at a time, times blocks of its weight rows. The
-// row blocks of the same tokens follow one another. Without tables there is one expert, with all tokens. Included behind Params; macros: MAX_TOKENS, THREADS (of a block).
+// row blocks of the same tokens follow one another. Without tables there is one expert, with all tokens. Included behind Params; macros: MAX_TOKENS, TOKEN_STEP, THREADS (of a block).
 #pragma once
 
 #include "../deep_jit/hopper.cuh"
@@ -25,8 +25,9 @@ struct Tiles {
         for (int i = 0; i < each; i++) {
             const int e = threadIdx.x * each + i;
             if (e >= p.experts) continue;
-            const int begin = p.begins ? p.begins[e] : 0, count = p.counts ? p.counts[e] : p.tokens;
-            begins[e] = begin, counts[e] = count > 0 ? count + begin % 4 : 0;
+            const int begin = p.begins ? p.begins[e] : 0;
+            const int count = min(p.counts ? p.counts[e] : p.tokens, p.tokens - begin);  // no rows behind the last of x
+            begins[e] = begin, counts[e] = count > 0 && begin >= 0 ? count + begin % 4 : 0;
             own += (counts[e] + MAX_TOKENS - 1) / MAX_TOKENS;
         }
         int sum = own;
@@ -62,9 +63,10 @@ struct Tiles {
             else high = middle;
         }
         tile.expert = low;
-        // An expert's tokens are divided evenly, in pieces of 16.
+        // An expert's tokens are divided evenly, in pieces of TOKEN_STEP.
         const int parts = starts[low + 1] - starts[low], count = counts[low];
-        const int each = ((count + parts - 1) / parts + 15) / 16 * 16, first = (at - starts[low]) * each;
+        const int each = ((count + parts - 1) / parts + TOKEN_STEP - 1) / TOKEN_STEP * TOKEN_STEP;
+        const int first = (at - starts[low]) * each;
         tile.skip = first == 0 ? begins[low] % 4 : 0;
         tile.first = begins[low] / 4 * 4 + first;
         tile.tokens = min(each, count - first);

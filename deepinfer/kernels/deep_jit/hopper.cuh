@@ -33,6 +33,12 @@ DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
         "r"(rank)
         : "memory");
 }
+// Arrives where `arrives`, without a branch.
+DEVICE void barrier_arrive_if(bool arrives, u32 barrier) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
+                 "r"((u32)arrives)
+                 : "memory");
+}
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n .reg .pred done;\n"
@@ -104,6 +110,11 @@ DEVICE uint4 load_words(u32 at) {
 DEVICE u32 load_word(u32 at) {
     u32 x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+    return x;
+}
+DEVICE u32 load_byte(u32 at) {
+    u32 x;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
     return x;
 }
 DEVICE void store_byte(u32 at, u32 x) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
