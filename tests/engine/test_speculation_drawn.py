@@ -17,7 +17,7 @@ from deepinfer.speculation.drafter import Drafts, Round
 from deepinfer.speculation.slot_tokens import SlotTokens
 from deepinfer.speculation.step_times import StepTimes
 from tests.engine.test_engine_workloads import EOS
-from tests.engine.test_speculation_workloads import LETTERS, compiler
+from tests.engine.toy_grammar import CHARACTERS, compiler
 from tests.engine.toy_model import ToyRunner, full_logits
 from tests.kernels.test_rejection import assert_distributed_like
 
@@ -96,8 +96,8 @@ ZIGZAG = {"schema_type": "regex", "schema": "([a-z][A-Z0-9]|[A-Z0-9][a-z]){2}"}
 
 def follows(output: list[int], token: int) -> bool:
     """Whether ZIGZAG allows a token there."""
-    is_lower = LETTERS[token].islower()
-    return token not in EOS and (len(output) % 2 == 0 or LETTERS[output[-1]].islower() != is_lower)
+    is_lower = CHARACTERS[token].islower()
+    return token not in EOS and (len(output) % 2 == 0 or CHARACTERS[output[-1]].islower() != is_lower)
 
 
 def distribution(prefix: list[int], params: dict) -> torch.Tensor:
