@@ -19,6 +19,7 @@ from deepinfer.engine.memory import check_caches_fit, default_cache_bytes
 from deepinfer.engine.prefill_graphs import PrefillGraphs
 from deepinfer.engine.step_buffers import StepShape
 from deepinfer.engine.swap import CacheRows
+from deepinfer.kernels.registry import keep_from_compiler
 from deepinfer.models.caches import CACHE_DTYPES
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.models.draft_head import DraftHead
@@ -134,6 +135,8 @@ class ModelRunner:
         config, on_gpu = self.config, torch.device(self.config.device).type == "cuda"
         if not (on_gpu if config.cuda_graphs is None else config.cuda_graphs) and not config.torch_compile:
             return None
+        if config.torch_compile:
+            keep_from_compiler("cpu")
         graphs = self._new_graphs(torch.compile(self.forward, dynamic=False) if config.torch_compile else self.forward)
         if not on_gpu or config.cuda_graphs is False:
             return graphs

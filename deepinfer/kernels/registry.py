@@ -14,8 +14,10 @@ format) returns NotImplemented and the reference runs. `DEEPINFER_KERNELS=refere
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepinfer import envs
@@ -69,3 +71,14 @@ def backend(name: str, device: str) -> Callable[[Callable[..., Any]], Callable[.
         return implementation
 
     return register
+
+
+@cache
+def keep_from_compiler(device: str) -> None:
+    """Let torch.compile call the backends of a device as they are, for good.
+
+    Traced, a kernel's temporary ends with the last line that names it, and the kernel is given the address behind that.
+    """
+    for op in OPERATIONS.values():
+        if device in op.backends:
+            op.backends[device] = torch.compiler.disable(op.backends[device])
