@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from deepinfer.config.engine import EngineConfig
+from deepinfer.config.speculative import SpeculativeConfig
 from deepinfer.engine.decode_curve import DecodeCurve
 from deepinfer.engine.draft_graphs import DraftGraphs, draft_times
 from deepinfer.engine.runner import ModelRunner
@@ -16,7 +17,7 @@ from deepinfer.engine.step import Runner
 from deepinfer.engine.verification import Speculation
 from deepinfer.models.deepseek_v41 import DeepseekV41
 from deepinfer.speculation.drafter import Drafter, DraftSlots
-from deepinfer.speculation.head import HeadDrafter
+from deepinfer.speculation.head import LONG_MATCH, HeadDrafter
 from deepinfer.speculation.limits import num_drafts
 from deepinfer.speculation.ngram import NgramDrafter
 from deepinfer.speculation.slot_tokens import SlotTokens
@@ -37,7 +38,13 @@ def make_drafter(runner: Runner, config: EngineConfig, max_model_len: int) -> Dr
             if speculative.draws:
                 shape = config.max_num_seqs + 1, count, runner.vocab_size
                 probabilities = torch.zeros(shape, dtype=torch.float32, device=config.device)
-            return HeadDrafter(runner.model.draft_head, runner.caches, count, probabilities, runner.draft_context)
+            copies = None
+            if config.device == "cpu" and probabilities is None:
+                lookup = SpeculativeConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=LONG_MATCH)
+                copies = NgramDrafter(lookup, count, config.max_num_seqs + 1, max_model_len, config.device)
+            return HeadDrafter(
+                runner.model.draft_head, runner.caches, count, probabilities, runner.draft_context, copies
+            )
     elif speculative.method == "dspark":
         raise ValueError("speculative method must not be dspark: this runner has no draft head")
     else:

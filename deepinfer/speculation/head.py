@@ -1,4 +1,8 @@
-"""HeadDrafter: the checkpoint's own draft head makes the drafts, and says how likely each is to be accepted."""
+"""HeadDrafter: the checkpoint's own draft head makes the drafts, and says how likely each is to be accepted.
+
+Where a sequence repeats what it has said before, copying often goes on better than the head does: prompt lookup drafts
+beside it, and of each sequence the drafts are taken of which more are expected to be accepted.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,11 @@ from deepinfer.models.inputs import ModelInputs
 from deepinfer.sampling.sampler import DrawParameters
 from deepinfer.speculation.draft_context import DraftContext
 from deepinfer.speculation.drafter import Drafts, DraftSlots, Round
+from deepinfer.speculation.ngram import NgramDrafter
 from deepinfer.speculation.slot_tokens import SlotTokens
 
 DRAFTS = 0x1F83D9ABFB41BD6B  # which random numbers of a seed draw drafts
+LONG_MATCH = 16  # tokens of a match behind which the head is not asked
 
 
 class HeadDrafter:
@@ -27,6 +33,7 @@ class HeadDrafter:
         probabilities: float32 [slots, K, V], which gets what the drafts of each slot are drawn from; None: they are the
             most likely tokens.
         context: which rows of steps that are not replayed are written later; None: none.
+        copies: prompt lookup beside the head, of matches of up to LONG_MATCH tokens; None: the head drafts alone.
     """
 
     learns = False  # the confidences were calibrated when the head was trained
@@ -38,12 +45,16 @@ class HeadDrafter:
         num_drafts: int,
         probabilities: Tensor | None = None,
         context: DraftContext | None = None,
+        copies: NgramDrafter | None = None,
     ) -> None:
         self.probabilities = probabilities
         self.head = head
         self.caches = caches
         self.num_drafts = num_drafts
         self.context = context
+        self.copies = copies
+        self._chances = copy_chances(LONG_MATCH, num_drafts)
+        self._lengths = self._chances.cumprod(1).sum(1)
         self.run: DraftSlots = self.draft_slots
 
     def expect(self, drafts: bool) -> None:
@@ -51,18 +62,35 @@ class HeadDrafter:
             self.context.is_wanted = drafts
 
     def prefilled(self, inputs: ModelInputs) -> None:
-        """Nothing to do: the context rows are in the caches."""
+        """The context rows are in the caches."""
+        if self.copies is not None:
+            self.copies.prefilled(inputs)
 
     def resumed(self, slot: int, token_ids: array) -> None:
         """The rows of its tokens came with its state."""
         if self.context is not None:
             self.context.forget(torch.tensor([slot], device=self.head.device))
+        if self.copies is not None:
+            self.copies.resumed(slot, token_ids)
 
     def chosen(self, state: SlotTokens, round: Round) -> None:
-        """Nothing to do: rows behind the last token are overwritten."""
+        """Rows behind the last token are overwritten."""
+        if self.copies is not None:
+            self.copies.chosen(state, round)
 
     def draft(self, state: SlotTokens, round: Round) -> Drafts:
-        return self.run(state, round.slots, round.drawing)
+        if self.copies is None:
+            return self.run(state, round.slots, round.drawing)
+        copied = self.copies.draft(state, round)
+        match = copied.scores[:, 0]
+        if int(match.min()) >= LONG_MATCH:
+            return Drafts(copied.tokens, self._chances[match])
+        drafts = self.run(state, round.slots, round.drawing)
+        if not match.any():
+            return drafts
+        is_copied = (self._lengths[match] > drafts.scores.cumprod(1).sum(1)).unsqueeze(1)
+        tokens = torch.where(is_copied, copied.tokens, drafts.tokens)
+        return Drafts(tokens, torch.where(is_copied, self._chances[match], drafts.scores))
 
     @torch.inference_mode()
     def draft_slots(self, state: SlotTokens, slots: Tensor, drawing: DrawParameters | None = None) -> Drafts:
@@ -87,3 +115,12 @@ class HeadDrafter:
 
     def learn(self, scores: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
         """Nothing to do."""
+
+
+def copy_chances(longest: int, num_drafts: int) -> Tensor:
+    """float32 [longest + 1, K]: by tokens of the match, that a copied draft is accepted if all before it are.
+
+    What has gone on for m tokens ends at the next one once in m: so do nano's greedy answers repeat themselves.
+    """
+    length = torch.arange(longest + 1).clamp_min(1).unsqueeze(1) + torch.arange(num_drafts)
+    return 1 - 1 / length.to(torch.float32)

@@ -79,6 +79,7 @@ def test_the_head_drafts_behind_what_was_accepted(overlap: int, graphs: int, mod
     )
     prompts = {str(number): prompt for number, (_, prompt, _) in enumerate(requests(0))}
     texts = [prompts[key] + c.token_ids for key, output in without_drafts().items() for c in output.outputs]
+    engine.speculation.drafter.copies = None  # it is the head that is looked at
     overseer = Overseer(engine.speculation.drafter, 5, texts, every=2 if pauses else 6)
     engine.speculation.drafter = overseer
     steps = itertools.count()
