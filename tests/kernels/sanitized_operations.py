@@ -17,6 +17,7 @@ from deepinfer.kernels.deep_select.top_k import select_top_k
 from deepinfer.kernels.registry import OPERATIONS
 from deepinfer.kernels.tile_kernels import casts
 from deepinfer.kernels.tile_kernels.gather_rows import gather_rows
+from deepinfer.kernels.tile_kernels.mix_streams import FEWEST
 from tests.kernels.cases import CASES, hc_mix
 from tests.kernels.test_cuda_kernels import as_bf16
 from tests.kernels.test_ops_backends import copied
@@ -63,7 +64,7 @@ def run_tiles() -> None:
 def run_mix() -> None:
     """mHC of few and of many tokens."""
     g = torch.Generator().manual_seed(0)
-    for n, dim in ((3, 384), (9, 5120), (70, 384), (70, 5120), (150, 512)):
+    for n, dim in ((3, 384), (9, 5120), (70, 384), (FEWEST + 5, 5120), (FEWEST, 1024)):
         p_prev, fn, scale, base, norm, *rest = hc_mix(g, n, 4, dim)
         wide = [t.cuda() for t in (torch.randn(n, 4), torch.rand(n, 4, 4), p_prev, fn, scale, base)]
         h, y = torch.randn(n, 4, dim, device="cuda").bfloat16(), torch.randn(n, dim, device="cuda").bfloat16()
