@@ -55,6 +55,8 @@ if PLATFORM.tilelang_ops_backend == "asc" or (PLATFORM.tilelang_ops_backend == "
 
     operations.register("npu" if PLATFORM.tilelang_ops_backend == "asc" else "cuda")
 
+get_kv_swa_index_decode = window_slots  # as other engines for this model call it
+
 __all__ = [
     "RowFormat",
     "accept_or_resample",
@@ -70,6 +72,7 @@ __all__ = [
     "entry_slots",
     "expand_rows",
     "expert_order",
+    "get_kv_swa_index_decode",
     "grouped_linear",
     "grouped_linear_fp8",
     "hc_post",
