@@ -1,5 +1,6 @@
 """The documentation names what exists, and its examples and tables are true."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import typer
 
 from deepinfer.bench.report import update_documents
 from deepinfer.bench.results import load_all
+from deepinfer.train.draft_report import training
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "deepinfer"
@@ -105,6 +107,12 @@ def test_the_table_of_routes_is_complete() -> None:
 def test_the_results_tables_are_current() -> None:
     stale = update_documents(ROOT, load_all(ROOT / "benchmarks" / "results"), write=False)
     assert stale == [], "run `deepinfer bench report --update` and commit the documents"
+
+
+def test_the_runs_that_trained_the_draft_head_are_all_there() -> None:
+    logs = sorted((ROOT / "benchmarks" / "nano").glob("draft_training*.json"))
+    runs = [json.loads(path.read_text()) for path in logs]
+    assert f"-->\n{training(runs)}<!--" in (ROOT / "docs" / "nano.md").read_text()
 
 
 @pytest.mark.skipif(not list(NANO.glob("*.safetensors")), reason="the nano weights are not in this checkout")
