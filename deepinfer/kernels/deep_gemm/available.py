@@ -32,7 +32,8 @@ def compile_kernels() -> None:
     start = time.perf_counter()
     modules = (fp8_few_rows, fp8_variants, indexer, moe, moe_gemm)
     builds = [build for module in modules for build in module.builds() if build.defines.get("B_ROW_SCALES", 1)]
-    builds += [activations.build(from_fp8=False), *mqa_logits.engine_builds()]
+    builds += [activations.build(False, ordered) for ordered in (False, True)]
+    builds += mqa_logits.engine_builds()
     for compiled in compile_all(builds, os.cpu_count() or 1):
         if compiled.error is not None:
             raise CompileError(compiled.error)
