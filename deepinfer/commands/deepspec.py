@@ -287,7 +287,6 @@ def calibrate(out: Out, asked: dict[str, Any]) -> None:
     from deepinfer.deepspec.evaluate import judge_all, open_draft
     from deepinfer.deepspec.plots import plot_reliability
     from deepinfer.deepspec.targets import load_target
-    from deepinfer.models.draft_calibration import DraftCalibration
 
     folder, length = folder_of(asked["target"]), asked["length"]
     where = checked_draft(asked, folder, out)
@@ -297,25 +296,21 @@ def calibrate(out: Out, asked: dict[str, Any]) -> None:
     for heat, answers in zip((0, 1), every, strict=True):
         with progress(f"drafts at temperature {heat}", len(answers)) as advance:
             judged += judge_all(model, loaded, answers, length, advance=advance, heats=calibration.DRAFT_HEATS)
-    fitted, held = (calibration.Observations.of(judged[start::2]) for start in (0, 1))
-    temperatures = calibration.fit_temperatures(fitted)
-    lengths, held_lengths = (calibration.drawn_lengths(judged[start::2]) for start in (0, 1))
-    best, plain = 0 if lengths is None else int(lengths.argmax()), calibration.DRAFT_HEATS.index(1.0)
-    draft_temperature = 1.0 if lengths is None else calibration.DRAFT_HEATS[best]
-    curves = {
-        name: (calibration.survival(held.scores, heat), held.survived)
-        for name, heat in (("as trained", [1.0] * loaded.block_size), ("calibrated", temperatures))
-    }
-    errors = {name: calibration.expected_calibration_error(*curve) for name, curve in curves.items()}
-    for name, error in errors.items():
+    found = calibration.fit(judged)
+    for name, error in found.errors.items():
         print(f"expected calibration error, {name}: {error:.4f}")
-    record = {"blocks": len(held.scores), "expected_calibration_error": errors, "temperatures": temperatures}
-    if held_lengths is not None:
-        drawn = {"as trained": float(held_lengths[plain]), "calibrated": float(held_lengths[best])}
-        record |= {"draft_temperature": draft_temperature, "drawn_length": drawn}
-        print(f"drawn at temperature 1: {drawn['as trained']:.3f} accepted, {drawn['calibrated']:.3f} calibrated")
+    temperatures, draft_temperature = found.calibration.temperatures, found.calibration.draft_temperature
+    record = {
+        "blocks": found.num_blocks,
+        "expected_calibration_error": found.errors,
+        "temperatures": temperatures,
+    }
+    if found.drawn is not None:
+        record |= {"draft_temperature": draft_temperature, "drawn_length": found.drawn}
+        lengths = found.drawn
+        print(f"drawn at temperature 1: {lengths['as trained']:.3f} accepted, {lengths['calibrated']:.3f} calibrated")
     (out / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")
-    path = DraftCalibration(temperatures, draft_temperature).write(where)
+    path = found.calibration.write(where)
     print(f"temperatures {temperatures} and, of drafts that are drawn, {draft_temperature:g} saved in {path}")
     if asked["plot"] is not None:
-        plot_reliability(asked["plot"], curves)
+        plot_reliability(asked["plot"], found.curves)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,27 +106,11 @@ def progress(text: str, total: int, is_shown: bool = True) -> Iterator[Callable[
 def ask_target(
     asked: dict[str, Any], temperature: float, out: Path, rank: int = 0, ranks: int = 1
 ) -> dict[str, list[Answer]]:
-    """The target's answers to every task set, kept in `out`: one file a set, turn, temperature and process."""
-    from deepinfer.deepspec.answers import Sampling, check_parts, load_writer, write_answers
-    from deepinfer.deepspec.targets import fingerprint
+    """The target's answers to every task set, kept in `out`, with bars of the first process."""
+    from deepinfer.deepspec.answers import Sampling, answer_tasks
     from deepinfer.deepspec.tasks import read_tasks
 
-    folder, found, sets = folder_of(asked["target"]), {}, read_tasks(asked["tasks"], asked["limit"])
+    folder, sets = folder_of(asked["target"]), read_tasks(asked["tasks"], asked["limit"])
     sampling = Sampling(temperature, asked["max_tokens"], asked["seed"])
-    check_parts(out, ranks)
-    writer, target = load_writer(folder, asked["device"]), fingerprint(folder)
-    part = f".{rank}-of-{ranks}" if ranks > 1 else ""
-    for name, prompts in ((name, every[rank::ranks]) for name, every in sets.items()):
-        found[name], said = list["Answer"](), [list[list[int]]() for _ in prompts]
-        for turn in range(1 + max((len(prompt.later) for prompt in prompts), default=-1)):
-            asking = [i for i, prompt in enumerate(prompts) if len(prompt.later) >= turn]
-            path = out / f"{name}{f'-turn{turn + 1}' if turn else ''}-t{temperature:g}{part}.jsonl"
-            with progress(f"answers to {path.stem}", len(asking), is_shown=rank == 0) as advance:
-                ids = [writer.encode(prompts[i], said[i]) for i in asking]
-                answers = write_answers(path, ids, writer.write, sampling, advance, target, writer.group)
-            for i, answer in zip(asking, answers, strict=True):
-                said[i].append(answer.token_ids[len(answer.prompt) :])
-            found[name] += answers
-    del writer  # the engine's memory is wanted for what comes
-    gc.collect()
-    return found
+    bar = partial(progress, is_shown=rank == 0)
+    return answer_tasks(folder, sets, sampling, asked["device"], out, bar, rank, ranks)

@@ -7,9 +7,11 @@ settings does not go on with it.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 
 from deepinfer.deepspec.acceptance import Answer
 from deepinfer.deepspec.files import replace_text
-from deepinfer.deepspec.targets import is_v41, load_causal_model
+from deepinfer.deepspec.targets import fingerprint, is_v41, load_causal_model
 from deepinfer.deepspec.tasks import Prompt
 
 BATCH = 256  # prompts between two writes, and at the same time on a GPU
@@ -182,6 +184,43 @@ def write_answers(
             file.flush()
             advance(len(part))
     return done
+
+
+def answer_tasks(
+    folder: Path,
+    sets: dict[str, list[Prompt]],
+    sampling: Sampling,
+    device: str,
+    out: Path,
+    progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
+    rank: int = 0,
+    ranks: int = 1,
+) -> dict[str, list[Answer]]:
+    """The answers of the target in `folder` to every task set, kept in `out`: one file a set, turn, temperature and
+    process.
+
+    Args:
+        progress: told what is answered and how many there are; gives what is told how many more are there.
+        rank, ranks: which prompts this process asks: every so many-th.
+    """
+    check_parts(out, ranks)
+    writer, target = load_writer(folder, device), fingerprint(folder)
+    found: dict[str, list[Answer]] = {}
+    part = f".{rank}-of-{ranks}" if ranks > 1 else ""
+    for name, prompts in ((name, every[rank::ranks]) for name, every in sets.items()):
+        found[name], said = [], [list[list[int]]() for _ in prompts]
+        for turn in range(1 + max((len(prompt.later) for prompt in prompts), default=-1)):
+            asking = [i for i, prompt in enumerate(prompts) if len(prompt.later) >= turn]
+            path = out / f"{name}{f'-turn{turn + 1}' if turn else ''}-t{sampling.temperature:g}{part}.jsonl"
+            with progress(f"answers to {path.stem}", len(asking)) as advance:
+                ids = [writer.encode(prompts[i], said[i]) for i in asking]
+                answers = write_answers(path, ids, writer.write, sampling, advance, target, writer.group)
+            for i, answer in zip(asking, answers, strict=True):
+                said[i].append(answer.token_ids[len(answer.prompt) :])
+            found[name] += answers
+    del writer  # the engine's memory is wanted for what comes
+    gc.collect()
+    return found
 
 
 def read_answers(path: Path) -> list[Answer]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.deepspec.acceptance import Judged
+from deepinfer.models.draft_calibration import DraftCalibration
 
 NUM_BINS = 15
 DRAFT_HEATS = tuple(2 ** (k / 4) for k in range(-8, 5))
@@ -83,6 +84,39 @@ def drawn_lengths(judged: list[Judged]) -> Tensor | None:
     if not sum(map(len, drawn)):
         return None
     return 1 + torch.cat(drawn).double().cumprod(1).sum(1).mean(0)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was fitted on every other answer, and how good it is on the rest."""
+
+    calibration: DraftCalibration
+    num_blocks: int  # of the rest
+    curves: dict[str, tuple[Tensor, Tensor]]  # "as trained" and "calibrated": `survival`, and what survived
+    drawn: dict[str, float] | None  # likewise: `drawn_lengths`; None: no answer was drawn
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Expected calibration error of each curve."""
+        return {name: expected_calibration_error(*curve) for name, curve in self.curves.items()}
+
+
+def fit(judged: list[Judged]) -> Fit:
+    """Both kinds of temperatures, from answers that were judged with DRAFT_HEATS."""
+    fitted, held = (Observations.of(judged[start::2]) for start in (0, 1))
+    temperatures = fit_temperatures(fitted)
+    lengths, held_lengths = (drawn_lengths(judged[start::2]) for start in (0, 1))
+    plain = DRAFT_HEATS.index(1.0)
+    best = plain if lengths is None else int(lengths.argmax())
+    as_trained = [1.0] * held.scores.shape[1]
+    curves = {
+        name: (survival(held.scores, heat), held.survived)
+        for name, heat in (("as trained", as_trained), ("calibrated", temperatures))
+    }
+    drawn = None
+    if held_lengths is not None:
+        drawn = {"as trained": float(held_lengths[plain]), "calibrated": float(held_lengths[best])}
+    return Fit(DraftCalibration(temperatures, DRAFT_HEATS[best]), len(held.scores), curves, drawn)
 
 
 def expected_calibration_error(probability: Tensor, happened: Tensor) -> float:
