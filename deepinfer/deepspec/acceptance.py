@@ -33,6 +33,7 @@ class Answer:
 
     @property
     def prompt(self) -> list[int]:
+        """Token ids that the target was asked."""
         return self.token_ids[: len(self.token_ids) - self.num_answer]
 
 

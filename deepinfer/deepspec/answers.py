@@ -65,6 +65,7 @@ class EngineWriter:
         return encode_prompt(render_chat(messages, model_version=tokenizer.model_version), tokenizer)
 
     def write(self, prompts: Sequence[list[int]], sampling: Sampling, first: int) -> list[list[int]]:
+        """Answers to prompts number first, first + 1, ..., of which each has its own seed."""
         from deepinfer.params import SamplingParams
 
         params = [
@@ -101,6 +102,7 @@ class HuggingFaceWriter:
 
     @torch.no_grad()
     def write(self, prompts: Sequence[list[int]], sampling: Sampling, first: int) -> list[list[int]]:
+        """Answers to a group of prompts, which draw from one stream; its seed follows from `first`."""
         from transformers import GenerationConfig
 
         ends = self.model.generation_config.eos_token_id

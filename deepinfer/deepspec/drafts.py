@@ -55,10 +55,12 @@ class DraftConfig:
             raise ValueError(f"noise_token_id: {self.noise_token_id}, allowed: 0..{self.target.vocab_size - 1}")
 
     def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DraftConfig:
+        """From what `to_dict` gave."""
         return cls(**{**raw, "target": Shape(**raw["target"])})
 
 

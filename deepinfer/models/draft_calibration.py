@@ -19,6 +19,7 @@ class DraftCalibration:
     draft_temperature: float = 1.0
 
     def write(self, folder: Path) -> Path:
+        """The file in `folder`, replaced if there is one."""
         path = folder / CALIBRATION_NAME
         path.write_text(json.dumps(vars(self)) + "\n", encoding="utf-8")
         return path

@@ -1,9 +1,9 @@
 """DraftContext: context rows of the draft head that are written only when drafts are wanted.
 
-Writing them costs a step more than 1 % of its time. While no drafts are made (speculation/gate.py), what the rows are
-made of is kept for as many steps as the head's window has positions, and written before drafts are made again. Steps
-that a CUDA graph replays write theirs themselves. A sequence that is swapped out meanwhile loses what waits, and its
-drafts are worse until its window is full again; its tokens are the same.
+Writing them takes time of every step. While no drafts are made (speculation/gate.py), what the rows are made of is
+kept for as many steps as the head's window has positions, and written before drafts are made again. Steps that a CUDA
+graph replays write theirs themselves. A sequence that is swapped out meanwhile loses what waits, and its drafts are
+worse until its window is full again; its tokens are the same.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ class Rows:
         return self.ids.shape[0]
 
     def to(self, device: str) -> Rows:
+        """On another device."""
         return Rows(self.ids.to(device), self.targets.to(device))
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:

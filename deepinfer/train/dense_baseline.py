@@ -64,6 +64,7 @@ def dense_kinds(config: DenseConfig) -> list[Kind]:
 
 
 def dense_masters(config: DenseConfig, seed: int = 0) -> dict[str, Tensor]:
+    """FP32 stacks by kind name, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     masters = {}
     for kind in dense_kinds(config):

@@ -47,6 +47,7 @@ class _Shared:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm of the last dimension, in float32."""
     x32 = x.float()
     return (weight.float() * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
 
@@ -72,6 +73,7 @@ def mix_in(
 
 
 def mix_out(h: Tensor, y: Tensor, post: Tensor, c: Tensor) -> Tensor:
+    """Post-mix of streams h [..., hc, D] with a sub-layer's y [..., D]; post [..., hc], c [..., hc source, hc] (mHC)."""
     carried = (c.unsqueeze(-1) * h.float().unsqueeze(-2)).sum(-3)
     return (post.unsqueeze(-1) * y.float().unsqueeze(-2) + carried).to(h.dtype)
 
@@ -129,6 +131,7 @@ def swiglu(gu: Tensor, gate: Tensor, limit: float) -> Tensor:
 
 
 def gate_scores(x: Tensor, weight: Tensor) -> Tensor:
+    """float32 [..., E], square root of softplus (spec: model, section 6)."""
     return F.softplus(F.linear(x.float(), weight.float())).sqrt()
 
 

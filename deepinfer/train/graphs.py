@@ -57,6 +57,7 @@ class Throttle:
         self._events: deque[torch.cuda.Event] = deque()
 
     def step(self, on_gpu: bool) -> None:
+        """Wait until the device is at most `ahead` steps behind."""
         if not on_gpu:
             return
         event = torch.cuda.Event()

@@ -29,6 +29,7 @@ class Level:
 
 
 def make_level(grams: np.ndarray, counts: np.ndarray) -> Level:
+    """A level of sorted n-grams, packed BITS a token, with their counts."""
     contexts, starts = np.unique(grams >> BITS, return_index=True)
     totals = np.add.reduceat(counts, starts)
     followers = np.diff(np.append(starts, len(grams)))

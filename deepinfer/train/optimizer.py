@@ -93,9 +93,11 @@ class Optimizer:
         bias.add_(torch.sign(load.mean(-1, keepdim=True) - load), alpha=self.rates.balance * factor)
 
     def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes to go on."""
         return {"momentum": self.momentum, "adam": self.adam.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the optimiser of `state_dict` was."""
         for name, value in state["momentum"].items():
             self.momentum[name].copy_(value)
         self.adam.load_state_dict(state["adam"])

@@ -76,6 +76,7 @@ def save_state(path: Path, run: Run, parameters: Parameters, optimizer: Optimize
 
 
 def load_state(path: Path, parameters: Parameters, optimizer: Optimizer) -> Run:
+    """Take over what `save_state` kept."""
     state = torch.load(path, map_location=next(iter(parameters.masters.values())).device)
     for name, value in state["masters"].items():
         parameters.masters[name].copy_(value)

@@ -48,9 +48,11 @@ class Runs:
         return self.nano_scores[source]["targets"] > COUNTED_SHARE_OF_TEXT * (tokens - 1)
 
     def ngram_loss(self, source: str) -> float:
+        """Nats a target token."""
         return self.ngram[source]["nats_per_target_token"]
 
     def bits_per_byte(self, scores: Scores, source: str) -> float:
+        """Of one source."""
         return scores[source]["bits_per_byte"]
 
     def mean_loss(self, losses: dict[str, float]) -> float:
@@ -65,6 +67,7 @@ class Runs:
         return sum(bits.values()) / sum(bits[s] / scores[s]["bits_per_byte"] for s in text)
 
     def ngram_text_bits(self) -> float:
+        """As `text_bits`, of the n-grams."""
         text = [source for source in self.sources if self.is_text(source)]
         bits = {s: self.ngram[s]["nats_per_token"] * self.ngram[s]["tokens"] / math.log(2) for s in text}
         return sum(bits.values()) / sum(bits[s] / self.ngram[s]["bits_per_byte"] for s in text)
