@@ -73,7 +73,7 @@ def mix_in(
 
 
 def mix_out(h: Tensor, y: Tensor, post: Tensor, c: Tensor) -> Tensor:
-    """Post-mix of streams h [..., hc, D] with a sub-layer's y [..., D]; post [..., hc], c [..., hc source, hc] (mHC)."""
+    """Post-mix of streams h [..., hc, D] with an output y [..., D]; post [..., hc], c [..., hc source, hc] (mHC)."""
     carried = (c.unsqueeze(-1) * h.float().unsqueeze(-2)).sum(-3)
     return (post.unsqueeze(-1) * y.float().unsqueeze(-2) + carried).to(h.dtype)
 
