@@ -25,6 +25,7 @@ DOUBT = 4.0  # gain that steps with drafts may lack, by the blocks (a sequence's
 ENOUGH = 3  # steps without which nothing is concluded
 KEPT_STEPS, KEPT_BLOCKS = 16, 256  # latest that count
 TRIAL_STEPS, TRIAL_BLOCKS = 3, 8  # of a trial, without its first step: that one is of neither kind
+SETTLING = 2  # first steps without drafts in a row, which find the caches full of what drafts need, and tell nothing
 TRIAL_SHARE, CHECK_SHARE = 0.004, 0.001  # of the time may be lost in trials of drafts, and of steps without
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps between trials
 DISTURBED = 1.25  # times the median that a step counts for, at most
@@ -73,6 +74,7 @@ class BatchSize:
         self.num_drafted = 0  # steps with drafts
         self._steps = 0  # since the latest change or trial
         self._left = 0  # steps of a trial
+        self._num_plain = 0  # latest steps without drafts in a row
         self._pause = max(ENOUGH, self.trial) + 1
 
     def makes_drafts(self) -> bool:
@@ -85,13 +87,16 @@ class BatchSize:
             return self.is_open
         tried = self.plain if self.is_open else self.drafting
         tried.forget()
-        self._steps, self._left = 0, TRIAL_STEPS if self.is_open else self.trial
+        self._steps, self._left = 0, SETTLING + TRIAL_STEPS if self.is_open else self.trial
         self._pause = SHORTEST_PAUSE
         return not self.is_open
 
     def observe(self, drafting: bool, tokens: float, time: float) -> None:
         """A step of one of the kinds."""
         self.num_drafted += drafting
+        self._num_plain = 0 if drafting else self._num_plain + 1
+        if 0 < self._num_plain <= SETTLING:
+            return
         (self.drafting if drafting else self.plain).add(tokens, time)
         if not drafting and not self.is_open or drafting and self.is_open and self.num_drafted % DECIDE:
             return
@@ -111,7 +116,7 @@ class BatchSize:
         """Steps to the next trial: what it loses is to be a small share of what they take."""
         now, then, length, share = self.plain, self.drafting, self.trial + 1, TRIAL_SHARE
         if self.is_open:
-            now, then, length, share, gain = then, now, TRIAL_STEPS + 1, CHECK_SHARE, 1 / gain
+            now, then, length, share, gain = then, now, 1 + SETTLING + TRIAL_STEPS, CHECK_SHARE, 1 / gain
         lost = length * then.means()[1] / now.means()[1] * max(1.0 - gain, 0.0)  # steps
         return int(min(max(SHORTEST_PAUSE, lost / share), LONGEST_PAUSE))
 
