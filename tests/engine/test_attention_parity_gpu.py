@@ -8,7 +8,8 @@ BF16, 0.15% of a result's norm (tests/kernels/test_flash_mla.py). What a model m
 a last bit decides about a cache's code or a selected position, no formula says: a third run measures it, float32
 attention with noise of that size on its results. Logits may differ by one and a half times what the noise does (largest
 of 96 rows against largest of 96; on an H200 it was 1.04 and 0.96 times, over BF16 and over packed caches), and by MOST
-of their norm; tokens must be the same where the reference is surer than that.
+of their norm. Tokens must be the same where the reference is surer than that; elsewhere noise changes some too, and attention
+may change as many, within three standard deviations of the difference of two such counts.
 """
 
 from __future__ import annotations
@@ -105,16 +106,16 @@ def run(runner: ModelRunner, choose: Callable[[int, Tensor], Tensor]) -> list[Te
     return logits
 
 
-def compare(result: list[Tensor], expected: list[Tensor], tolerance: float) -> tuple[float, float, int]:
-    """Largest relative error of a row's logits, share of rows with the same token, and rows with another one where the
-    reference's best logit is four times the tolerance above its second."""
+def compare(result: list[Tensor], expected: list[Tensor], tolerance: float) -> tuple[float, int, int]:
+    """Largest relative error of a row's logits, rows with another token, and those of them where the reference's best
+    logit is four times the tolerance above its second."""
     assert [len(rows) for rows in result] == [len(rows) for rows in expected]
     ours, theirs = torch.cat(result).double(), torch.cat(expected).double()
     error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     best = theirs.topk(2).values
     sure = best[:, 0] - best[:, 1] > 4 * tolerance * theirs.square().mean(-1).sqrt()
-    same = ours.argmax(-1) == theirs.argmax(-1)
-    return error.max().item(), same.double().mean().item(), int((sure & ~same).sum())
+    other = ours.argmax(-1) != theirs.argmax(-1)
+    return error.max().item(), int(other.sum()), int((sure & other).sum())
 
 
 @pytest.mark.gpu
@@ -138,13 +139,14 @@ def test_the_engine_gives_the_reference_s_tokens(kv_cache_dtype: str, monkeypatc
     exact, noisy = (reference_run(noise, ours, options, monkeypatch) for noise in (0.0, ROUNDING))
     assert not launches
     assert sum(map(len, ours)) == len(PROMPTS) * STEPS
-    noise = compare(noisy, exact, 1.0)[0]
+    noise, by_noise, _ = compare(noisy, exact, 1.0)
     allowed = min(1.5 * noise, MOST[kv_cache_dtype])
-    error, agreement, wrong = compare(ours, exact, allowed)
-    print(f"{kv_cache_dtype}: {error:.4f} of the logits' norm, noise {noise:.4f}, same tokens {agreement:.3f}")
+    error, changed, wrong = compare(ours, exact, allowed)
+    print(f"{kv_cache_dtype}: {error:.4f} of the logits' norm, noise {noise:.4f}")
+    print(f"{changed} of {len(PROMPTS) * STEPS} tokens changed, by noise {by_noise}, where the reference is sure {wrong}")
     assert error < allowed
-    assert agreement > 0.9
     assert wrong == 0
+    assert changed <= by_noise + 3 * (2 * max(by_noise, 1)) ** 0.5
 
 
 def reference_run(
