@@ -8,8 +8,8 @@ BF16, 0.15% of a result's norm (tests/kernels/test_flash_mla.py). What a model m
 a last bit decides about a cache's code or a selected position, no formula says: a third run measures it, float32
 attention with noise of that size on its results. Logits may differ by one and a half times what the noise does (largest
 of 96 rows against largest of 96; on an H200 it was 1.04 and 0.96 times, over BF16 and over packed caches), and by MOST
-of their norm. Tokens must be the same where the reference is surer than that; elsewhere noise changes some too, and attention
-may change as many, within three standard deviations of the difference of two such counts.
+of their norm. Tokens must be the same where the reference is surer than that; elsewhere noise changes some too, and
+attention may change as many, within three standard deviations of the difference of two such counts.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_the_engine_gives_the_reference_s_tokens(kv_cache_dtype: str, monkeypatc
     allowed = min(1.5 * noise, MOST[kv_cache_dtype])
     error, changed, wrong = compare(ours, exact, allowed)
     print(f"{kv_cache_dtype}: {error:.4f} of the logits' norm, noise {noise:.4f}")
-    print(f"{changed} of {len(PROMPTS) * STEPS} tokens changed, by noise {by_noise}, where the reference is sure {wrong}")
+    print(f"{changed} of {len(PROMPTS) * STEPS} tokens changed, by noise {by_noise}, of sure ones {wrong}")
     assert error < allowed
     assert wrong == 0
     assert changed <= by_noise + 3 * (2 * max(by_noise, 1)) ** 0.5
