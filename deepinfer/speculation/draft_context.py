@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.models.caches import Caches
@@ -49,6 +50,20 @@ class DraftContext:
             self._waiting[index] = replace(taps, state_slots=kept)
 
     def _catch_up(self) -> None:
-        """Write what waits: drafts are about to be made. Not sooner: the slots have those now whose step this is."""
-        while self._waiting:
-            self.head.store(self._waiting.popleft(), self.caches)
+        """Write what waits: drafts are about to be made. Not sooner: the slots have those now whose step this is.
+
+        All rows at once, those of a sequence side by side by position; of one that was drafted and rejected, and then
+        came again, only the latter.
+        """
+        if not self._waiting:
+            return
+        states, positions, hidden = (
+            torch.cat([getattr(taps, name) for taps in self._waiting])
+            for name in ("state_slots", "positions", "hidden")
+        )
+        self._waiting.clear()
+        places = states.long() * (int(positions.max()) + 1) + positions
+        places, order = places.sort(stable=True)
+        comes_again = F.pad(places[:-1] == places[1:], (0, 1))
+        states = states[order].masked_fill(comes_again, 0)  # to the null slot
+        self.head.store(Taps(hidden[order], positions[order], states), self.caches)

@@ -61,3 +61,23 @@ def test_rows_of_one_sequence_never_meet_the_next_one_in_its_slot() -> None:
     drafter.resumed(1, array("q"))
     context.add(rows(2, 7), False)
     assert all(map(torch.equal, of_slot(rings, 1), brought))
+
+
+def test_of_a_rejected_draft_and_the_token_in_its_place_the_latter_stays() -> None:
+    """Both waited; sequences of several slots in one step."""
+    drafter, context, rings = start()
+    _, at_once, expected = start()
+    drafter.expect(False)
+    for position in (4, 5, 5, 6):  # the second 5 is another token
+        here = torch.tensor([position, position])
+        hidden = HIDDEN[here] if position != 5 or len(context._waiting) > 1 else HIDDEN[here] + 1.0
+        taps = Taps(hidden, here, torch.tensor([2, 1], dtype=torch.int32))
+        context.add(taps, False)
+        at_once.add(taps, False)
+    drafter.expect(True)
+    last = Taps(HIDDEN[7:8], torch.tensor([7]), torch.tensor([1], dtype=torch.int32))
+    context.add(last, False)
+    at_once.add(last, False)
+    for ring, other in zip(rings, expected, strict=True):
+        for slot in (1, 2):
+            torch.testing.assert_close(ring[slot, 4:7], other[slot, 4:7], rtol=0, atol=1e-12)
