@@ -61,6 +61,9 @@ class NgramDrafter:
 
     def chosen(self, state: SlotTokens, round: Round) -> None:
         lengths = state.lengths[round.slots]
+        if round.tokens.shape[1] == 1:
+            self.history[round.slots, lengths - 1] = round.tokens[:, 0].to(torch.int32)
+            return
         start = (lengths - 1 - round.accepted).unsqueeze(1)
         places = start + torch.arange(round.tokens.shape[1], device=lengths.device)
         self.history[round.slots.unsqueeze(1), places] = round.tokens.to(torch.int32)
