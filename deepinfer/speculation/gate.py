@@ -29,7 +29,7 @@ SETTLING = 2  # first steps without drafts in a row, which find the caches full 
 TRIAL_SHARE, CHECK_SHARE = 0.004, 0.001  # of the time may be lost in trials of drafts, and of steps without
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps between trials
 DISTURBED = 1.25  # times the median that a step counts for, at most
-DECIDE = 4  # steps with drafts between two looks at whether they pay
+DECIDE_STEPS, DECIDE_BLOCKS = 4, 32  # with drafts, between two looks at whether they pay
 REVIEW = 16  # steps with drafts between two looks at their chances
 WORTH = 1.03  # times as many tokens that fewer drafts must be expected to give than all
 SEEN = 24  # drafted blocks, or those of one step, whose chances are remembered
@@ -67,6 +67,7 @@ class BatchSize:
     def __init__(self, num_sequences: int) -> None:
         self.num_sequences = num_sequences
         self.trial = max(1, TRIAL_BLOCKS // num_sequences)
+        self.decide = max(DECIDE_STEPS, DECIDE_BLOCKS // num_sequences)
         self.plain = Rate(KEPT_STEPS)
         self.drafting = Rate(max(KEPT_STEPS, KEPT_BLOCKS // num_sequences))
         self.is_open = True
@@ -98,7 +99,7 @@ class BatchSize:
         if 0 < self._num_plain <= SETTLING:
             return
         (self.drafting if drafting else self.plain).add(tokens, time)
-        if not drafting and not self.is_open or drafting and self.is_open and self.num_drafted % DECIDE:
+        if not drafting and not self.is_open or drafting and self.is_open and self.num_drafted % self.decide:
             return
         if min(len(self.plain), len(self.drafting)) < ENOUGH:
             return
