@@ -7,8 +7,9 @@ Tolerance: the kernel multiplies and adds in FP32 and differs from float32 atten
 BF16, 0.15% of a result's norm (tests/kernels/test_flash_mla.py). What a model makes of that, in later layers and where
 a last bit decides about a cache's code or a selected position, no formula says: a third run measures it, float32
 attention with noise of that size on its results. Logits may differ by one and a half times what the noise does (largest
-of 96 rows against largest of 96), and by MOST of their norm. Tokens must be the same where the reference is surer than that; elsewhere noise changes some too, and
-attention may change as many, within three standard deviations of the difference of two such counts.
+of 96 rows against largest of 96), and by MOST of their norm. Tokens must be the same where the reference is surer than
+that; elsewhere noise changes some too, and attention may change as many, within three standard deviations of the
+difference of two such counts.
 """
 
 from __future__ import annotations
