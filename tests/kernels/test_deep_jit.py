@@ -180,3 +180,15 @@ def test_a_tensor_map_copies_swizzled_boxes_and_zeros_outside(dtype, tmp_path, m
 def test_what_no_tensor_map_describes(tensor, box, message):
     with pytest.raises(ValueError, match=message):
         tensor_map(tensor, box)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_kernel_that_does_not_compile_is_a_warning_that_says_what_runs(compiles, caplog):
+    class Loaded(Kernel):
+        def load(self):
+            if not compiles:
+                raise CompileError("line 3")
+            return ctypes.c_void_p(1)
+
+    assert Loaded(Build("nothing", Path("nothing.cu"))).try_load("rows run in Triton") is compiles
+    assert caplog.messages == ([] if compiles else ["rows run in Triton: line 3"])

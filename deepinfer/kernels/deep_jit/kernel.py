@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import torch
 
 from deepinfer.kernels.deep_jit import driver
 from deepinfer.kernels.deep_jit.cache import is_kept, load_or_compile
+from deepinfer.kernels.deep_jit.compilers import CompileError
+
+logger = logging.getLogger(__name__)
 
 Dim = tuple[int, int, int]
 
@@ -48,6 +52,15 @@ class Kernel:
             torch.cuda.current_stream().query()  # makes PyTorch's context current in this thread
             self._functions[device] = driver.load_function(self.build.cubin(), self.build.name, self.shared_bytes)
         return self._functions[device]
+
+    def try_load(self, otherwise: str) -> bool:
+        """Whether it compiles, and then load it. If not, a warning says what is done otherwise. Raises DriverError."""
+        try:
+            self.load()
+        except CompileError as error:
+            logger.warning("%s: %s", otherwise, error)
+            return False
+        return True
 
     def launch(
         self,

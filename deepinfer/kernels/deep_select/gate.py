@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
+from deepinfer.kernels.deep_jit import Build, Kernel
 from deepinfer.kernels.deep_select.top_k import is_hopper
-
-logger = logging.getLogger(__name__)
 
 WARPS, ROWS = 4, 8  # of a block
 SHARED_BYTES = WARPS * 64 * 4
@@ -45,12 +42,7 @@ def builds() -> list[Build]:
 @cache
 def _kernel(experts: int, k: int, device: int) -> Kernel | None:
     kernel = Kernel(build(experts, k), SHARED_BYTES)
-    try:
-        kernel.load()
-    except CompileError as error:
-        logger.warning("the gate runs in Triton: %s", error)
-        return None
-    return kernel
+    return kernel if kernel.try_load("the gate runs in Triton") else None
 
 
 def parameters(logits: Tensor, bias: Tensor, chosen: Tensor, gates: Tensor, normalise: bool, scaling: float) -> _Params:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -12,10 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
+from deepinfer.kernels.deep_jit import Build, Kernel
 from deepinfer.kernels.registry import USES_CUDA_CPP
-
-logger = logging.getLogger(__name__)
 
 VALUES = 64  # of a thread, in registers
 WINDOW = 131072  # values that a cluster holds at a time
@@ -102,10 +99,7 @@ def _kernels(bf16: bool, device: int) -> dict[Plan, Kernel]:
     kernels = {}
     for each in plans:
         kernel = Kernel(build(bf16, each), each.shared_bytes)
-        try:
-            kernel.load()
-        except CompileError as error:
-            logger.warning("top-k runs in Triton: %s", error)
+        if not kernel.try_load("top-k runs in Triton"):
             return {}
         kernels[each] = kernel
     return kernels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,10 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
+from deepinfer.kernels.deep_jit import Build, Kernel
 from deepinfer.kernels.deep_select.top_k import is_hopper
-
-logger = logging.getLogger(__name__)
 
 VECTOR = 8  # values of a load
 THREADS, SWIGLU_THREADS = 256, 128  # of a block
@@ -102,12 +99,7 @@ def builds() -> list[Build]:
 @cache
 def _kernel(build: Callable[..., Build], device: int, *arguments: int) -> Kernel | None:
     kernel = Kernel(build(*arguments), SHARED_BYTES)
-    try:
-        kernel.load()
-    except CompileError as error:
-        logger.warning("casts run in Triton: %s", error)
-        return None
-    return kernel
+    return kernel if kernel.try_load("casts run in Triton") else None
 
 
 def _runs_on(x: Tensor) -> bool:

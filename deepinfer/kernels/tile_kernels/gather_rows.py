@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
+from deepinfer.kernels.deep_jit import Build, Kernel
 from deepinfer.kernels.deep_select.top_k import is_hopper
-
-logger = logging.getLogger(__name__)
 
 DIM, ROW_BYTES = 256, 264  # values of a row; with its scales
 THREADS, WARPS, ROWS = 128, 4, 2
@@ -41,12 +38,7 @@ def builds() -> list[Build]:
 @cache
 def _kernel(device: int) -> Kernel | None:
     kernel = Kernel(build())
-    try:
-        kernel.load()
-    except CompileError as error:
-        logger.warning("rows are gathered in Triton: %s", error)
-        return None
-    return kernel
+    return kernel if kernel.try_load("rows are gathered in Triton") else None
 
 
 def parameters(table: Tensor, slots: Tensor, out: Tensor) -> _Params:

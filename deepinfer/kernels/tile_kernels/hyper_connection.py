@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
+from deepinfer.kernels.deep_jit import Build, Kernel
 from deepinfer.kernels.deep_select.top_k import is_hopper
-
-logger = logging.getLogger(__name__)
 
 HC, SUMS, THREADS = 4, 26, 256
 MOST_TOKENS = 64  # more are faster in three kernels that use the tensor cores
@@ -67,10 +64,7 @@ def _kernels(dim: int, cluster: int, device: int) -> dict[int, Kernel]:
     kernels = {}
     for tokens in (1, 2, 4):
         kernel = Kernel(build(dim, cluster, tokens), shared_bytes(dim, cluster, tokens))
-        try:
-            kernel.load()
-        except CompileError as error:
-            logger.warning("mHC runs in Triton: %s", error)
+        if not kernel.try_load("mHC runs in Triton"):
             return {}
         kernels[tokens] = kernel
     return kernels

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from deepinfer.kernels.deep_jit import Build, CompileError, Kernel
+from deepinfer.kernels.deep_jit import Build, Kernel
 from deepinfer.kernels.deep_select.top_k import is_hopper
 from deepinfer.kernels.tile_kernels.hyper_connection import HC, Mix, Weights
-
-logger = logging.getLogger(__name__)
 
 SLICES, TOKENS, PADDED, THREADS = 16, 16, 32, 256
 FEWEST = 160  # tokens; Triton is faster with fewer
@@ -52,12 +49,7 @@ def shared_bytes(dim: int) -> int:
 @cache
 def _kernel(dim: int, post: bool, device: int) -> Kernel | None:
     kernel = Kernel(build(dim, post), shared_bytes(dim))
-    try:
-        kernel.load()
-    except CompileError as error:
-        logger.warning("mHC of many tokens runs in Triton: %s", error)
-        return None
-    return kernel
+    return kernel if kernel.try_load("mHC of many tokens runs in Triton") else None
 
 
 @cache
