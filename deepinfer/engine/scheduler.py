@@ -76,9 +76,7 @@ class Scheduler:
         self.prefill_step_ms = config.prefill_step_ms
         self.max_num_batched_tokens = config.step_tokens
         self.prefill_chunk_size = config.chunk_tokens
-        self.max_asked = (
-            MAX_ASKED  # prompt tokens whose log-probabilities one step finds; an engine knows its vocabulary
-        )
+        self.max_asked = MAX_ASKED  # prompt tokens that a step finds the chances of; an engine knows its vocabulary
         self.watermark_blocks = math.ceil(config.watermark * num_blocks)
         self.waiting: deque[Sequence] = deque()  # by Sequence.order, holding nothing on the device
         self.prefilling: list[Sequence] = []  # blocks and slot held, prompt partly computed

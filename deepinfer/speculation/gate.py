@@ -11,14 +11,13 @@ by how many were really accepted of those expected.
 from __future__ import annotations
 
 from collections import deque
-from math import log2
 from statistics import fmean, median
 
 import numpy as np
 
 from deepinfer.speculation.acceptance import PRIOR_RATE
 from deepinfer.speculation.draft_lengths import expected_rates
-from deepinfer.speculation.step_times import StepTimes
+from deepinfer.speculation.step_times import StepTimes, size_class
 
 OPENS = 1.02  # times as many tokens that steps with drafts must give before they are taken again
 DOUBT = 4.0  # gain that steps with drafts may lack, by the blocks (a sequence's drafts in a step) that are known
@@ -135,7 +134,7 @@ class DraftGate:
 
     def of(self, num_sequences: int) -> BatchSize:
         """What is known of steps of about so many sequences."""
-        number = round(log2(num_sequences))
+        number = size_class(num_sequences)
         if number not in self._sizes:
             self._sizes[number] = BatchSize(1 << number)
         return self._sizes[number]

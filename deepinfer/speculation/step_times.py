@@ -47,7 +47,7 @@ class StepTimes:
         key = num_sequences, drafting
         if key not in self._times:
             share = np.linspace(0.0, 1.0, num_sequences * self._num_drafts + 1)
-            offset, slope = self._steps[_size_class(num_sequences)].line()
+            offset, slope = self._steps[size_class(num_sequences)].line()
             factors = np.clip(np.exp(offset + slope * share), 1 / BOUND, BOUND)
             made = self._draft_ms[num_sequences] if drafting else 0.0
             self._times[key] = (self._step_ms[num_sequences:][: len(share)] + made) * factors
@@ -57,7 +57,7 @@ class StepTimes:
         """A step that made drafts, and verified so many, took so long."""
         expected = self._step_ms[num_sequences + num_drafts] + self._draft_ms[num_sequences]
         share = num_drafts / (num_sequences * self._num_drafts)
-        self._steps[_size_class(num_sequences)].add(share, log(ms / expected))
+        self._steps[size_class(num_sequences)].add(share, log(ms / expected))
 
     def correct(self) -> None:
         """Let the times follow what was observed since; so far they have not."""
@@ -98,5 +98,6 @@ def _fitted(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return float(y.mean() - slope * x.mean()), slope
 
 
-def _size_class(num_sequences: int) -> int:
+def size_class(num_sequences: int) -> int:
+    """The power of two, as its exponent, that stands for this batch size."""
     return round(log2(num_sequences))

@@ -14,7 +14,6 @@ from tests.server.test_bad_bodies import BODIES, check_error, post
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 FORMAT_FIELDS = {CHAT: "response_format", MESSAGES: "output_config.format"}
-CONVERSATIONS = (CHAT, RESPONSES, MESSAGES)
 ANY = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
 
 

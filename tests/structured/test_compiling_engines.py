@@ -15,6 +15,7 @@ from deepinfer.config.engine import EngineConfig
 from deepinfer.engine.async_engine import AsyncEngine
 from deepinfer.engine.client import EngineClient
 from deepinfer.engine.compiling import Compiling
+from deepinfer.engine.engine import Engine
 from deepinfer.engine.loading import load_engine
 from deepinfer.structured.compiler import GrammarCompiler
 from tests.structured.grammars import NANO, REGEX, slow_schema
@@ -52,6 +53,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def slowly_compiling_engine(folder: Any) -> tuple[Engine, SlowCompiler]:
+    engine = load_engine(folder, EngineConfig(max_num_seqs=4))
+    assert engine.grammars is not None
+    slow = SlowCompiler(engine.grammars)
+    engine.grammars = slow  # type: ignore[assignment]
+    return engine, slow
+
+
 async def tokens_of(stream: Any) -> tuple[list[int], str | None]:
     token_ids: list[int] = []
     reason = None
@@ -62,10 +71,7 @@ async def tokens_of(stream: Any) -> tuple[list[int], str | None]:
 
 
 def test_a_request_waits_outside_of_the_engine_and_nobody_waits_for_it(tiny: Any) -> None:
-    engine = load_engine(tiny, EngineConfig(max_num_seqs=4))
-    assert engine.grammars is not None
-    slow = SlowCompiler(engine.grammars)
-    engine.grammars = slow  # type: ignore[assignment]
+    engine, slow = slowly_compiling_engine(tiny)
     running = AsyncEngine(engine)
 
     async def scenario() -> None:
@@ -101,10 +107,7 @@ def test_a_request_waits_outside_of_the_engine_and_nobody_waits_for_it(tiny: Any
 
 
 def test_an_id_is_in_use_while_its_grammar_is_compiled(tiny: Any) -> None:
-    engine = load_engine(tiny, EngineConfig(max_num_seqs=4))
-    assert engine.grammars is not None
-    slow = SlowCompiler(engine.grammars)
-    engine.grammars = slow  # type: ignore[assignment]
+    engine, slow = slowly_compiling_engine(tiny)
     running = AsyncEngine(engine)
 
     async def scenario() -> None:
